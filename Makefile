@@ -1,0 +1,30 @@
+# Every command sets up what it needs in .venv; a fresh machine has only Python, make and a package index.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+NAME ?= demo
+ARGS ?=
+
+.PHONY: demo test lint bench clean
+
+$(STAMP): pyproject.toml
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]' 1>&2
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps rapidocr-onnxruntime==1.4.4 1>&2  # only its ONNX files are used
+	@touch $@
+
+demo: $(STAMP)  ## the main job: readers, an OCR model, the cache, learned prefetch, a server that dies
+	@$(BIN)/python -m examples.demo $(ARGS)
+
+test: $(STAMP)
+	@$(BIN)/python -m pytest $(ARGS)
+
+lint: $(STAMP)
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+
+bench: $(STAMP)  ## make bench NAME=demo ARGS="--quick --json"
+	@$(BIN)/python tests/benchmarks/$(NAME).py $(ARGS)
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache dist

@@ -1,0 +1,102 @@
+"""Settings, each with a default that needs no thought. Plain data; ``MCPClient`` takes them as arguments."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from .errors import ConfigurationError
+
+
+@dataclass(frozen=True, slots=True)
+class Cache:
+    """The L4 cache in memory.
+
+    ``max_bytes`` counts arrays truly. ``k``: references that LRU-K remembers (1 is plain LRU). ``ttl_s``: how long an
+    answer is fresh when neither the call nor the server says. ``correlated_s``: references closer than this count as one
+    (the correlated-reference period; bursts of one session should not make a key look popular). ``retained_s``: how long
+    the history of an evicted key is kept (the retained-information period; 200 s is the paper's own suggestion, section 2.1.2).
+    """
+
+    max_bytes: int = 256 * 1024 * 1024
+    max_entries: int = 1_000_000
+    k: int = 2
+    ttl_s: float = 300.0
+    correlated_s: float = 0.0
+    retained_s: float = 200.0
+
+    def __post_init__(self) -> None:
+        _positive(self, "max_bytes", "max_entries", "k", "ttl_s")
+
+
+@dataclass(frozen=True, slots=True)
+class Prefetch:
+    """Learned prefetch. It acts on requests that carry a session and a path.
+
+    ``max_overfetch``: prefetches issued per demanded request, at most, over any window of ``window`` demanded requests.
+    ``threshold``: a candidate less likely than this is not fetched. ``max_in_flight``: prefetches under way at once.
+    ``book_bytes``: memory for the inputs of requests seen before, so that they can be asked again.
+    """
+
+    max_overfetch: float = 0.5
+    window: int = 1000
+    threshold: float = 0.2
+    per_step: int = 3
+    max_in_flight: int = 2
+    order: int = 4
+    book_bytes: int = 64 * 1024 * 1024
+
+    def __post_init__(self) -> None:
+        _positive(self, "window", "per_step", "max_in_flight", "order", "book_bytes")
+        if self.max_overfetch < 0 or not 0 <= self.threshold <= 1:
+            raise ConfigurationError("max_overfetch must be ≥ 0 and threshold between 0 and 1")
+
+
+@dataclass(frozen=True, slots=True)
+class Retry:
+    """Retries of what is safe to retry, under the call's one deadline.
+
+    The pause before attempt n is drawn from 0 to ``base_s`` × 2ⁿ, at most ``max_s`` ("full jitter", AWS Architecture Blog,
+    "Exponential Backoff And Jitter"). ``budget``: retries per request over time; 0.2 keeps a failing server's extra load at 20 %.
+    """
+
+    attempts: int = 3
+    base_s: float = 0.05
+    max_s: float = 2.0
+    budget: float = 0.2
+
+    def __post_init__(self) -> None:
+        _positive(self, "attempts")
+
+
+@dataclass(frozen=True, slots=True)
+class Telemetry:
+    """Where events go (a Profile API) and how. No tensor data is ever sent; session ids are hashed before they are stored."""
+
+    url: str
+    api_key: str | None = None
+    interval_s: float = 30.0
+    spool_dir: Path | None = None
+    max_spool_bytes: int = 64 * 1024 * 1024
+    max_batch: int = 5000
+
+    def __post_init__(self) -> None:
+        _positive(self, "interval_s", "max_spool_bytes", "max_batch")
+
+    def __repr__(self) -> str:  # a repr ends up in logs: no key in it
+        return f"Telemetry(url={self.url!r}, api_key={'***' if self.api_key else None}, interval_s={self.interval_s})"
+
+
+def state_dir() -> Path:
+    """Where the SDK keeps what must outlive the process: ``MCP_STATE_DIR``, else the XDG state folder."""
+    if chosen := os.environ.get("MCP_STATE_DIR"):
+        return Path(chosen)
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "mcp_client"
+
+
+def _positive(config: object, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or value <= 0:
+            raise ConfigurationError(f"{type(config).__name__}({name}=…) must be a number > 0; got {value!r}")

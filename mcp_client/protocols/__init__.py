@@ -1,0 +1,52 @@
+"""Codecs: requests and answers to bytes and back, without I/O. One module a protocol, each for both sides of the wire."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from ..request import Request
+from ..result import Answer
+from ..tensors import ModelMetadata
+
+Buffer = bytes | memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class WireRequest:
+    """One HTTP exchange to make. ``body`` is sent part by part, so that tensors need no joining."""
+
+    method: str
+    path: str
+    headers: Mapping[str, str] = field(default_factory=dict)
+    body: Sequence[Buffer] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class WireResponse:
+    """What came back. Header names are lower case."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+
+class ClientCodec(Protocol):
+    """The client's side of a protocol: every method is a pure function of its arguments.
+
+    ``decode_*`` raise the fitting ``ServerError`` for an error status and ``ProtocolError`` for a malformed answer.
+    """
+
+    name: str
+
+    def infer(self, request: Request, metadata: ModelMetadata | None) -> WireRequest: ...
+    def decode_infer(self, response: WireResponse, request: Request) -> Answer: ...
+    def metadata(self, model: str, version: str) -> WireRequest: ...
+    def decode_metadata(self, response: WireResponse) -> ModelMetadata: ...
+    def models(self) -> WireRequest: ...
+    def decode_models(self, response: WireResponse) -> list[str]: ...
+    def ready(self) -> WireRequest: ...
+
+
+Json = dict[str, Any]

@@ -1,0 +1,1 @@
+"""Calm under failure: deadline, retry, circuit breaker."""

@@ -1,0 +1,1 @@
+"""The Profile API: takes telemetry, mines access paths, serves profiles."""
