@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from .errors import ConfigurationError
 
@@ -72,7 +74,14 @@ class Retry:
 
 @dataclass(frozen=True, slots=True)
 class Telemetry:
-    """Where events go (a Profile API) and how. No tensor data is ever sent; session ids are hashed before they are stored."""
+    """Where events go (a Profile API) and how. No tensor data is ever sent; session ids are hashed before they are stored.
+
+    ``interval_s``: between uploads. ``spool_dir``: where events wait (default: ``telemetry`` in the state folder); the spool there is
+    one per ``url``, for all processes, so two applications with API keys of their own on one machine need a folder each.
+    ``max_spool_bytes``: on disk at most, the oldest events go first. ``max_batch``: events per request. ``sample``: the share of
+    sessions that is reported, each as a whole. ``redact``: sees every event as it would leave the machine (a dict, session
+    already hashed) and returns it changed, or ``None`` to drop it.
+    """
 
     url: str
     api_key: str | None = None
@@ -80,9 +89,17 @@ class Telemetry:
     spool_dir: Path | None = None
     max_spool_bytes: int = 64 * 1024 * 1024
     max_batch: int = 5000
+    sample: float = 1.0
+    redact: Callable[[dict[str, Any]], dict[str, Any] | None] | None = None
 
     def __post_init__(self) -> None:
         _positive(self, "interval_s", "max_spool_bytes", "max_batch")
+        if not 0 <= self.sample <= 1:
+            raise ConfigurationError(f"Telemetry(sample=…) is a share between 0 and 1; got {self.sample!r}")
+        if not self.url.startswith(("http://", "https://")):
+            raise ConfigurationError(
+                f"Telemetry(url=…) must start with http:// or https://; got {self.url!r}"
+            )
 
     def __repr__(self) -> str:  # a repr ends up in logs: no key in it
         return f"Telemetry(url={self.url!r}, api_key={'***' if self.api_key else None}, interval_s={self.interval_s})"
