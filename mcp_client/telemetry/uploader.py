@@ -1,225 +1,442 @@
-"""The Profile API over HTTP:
+"""The way of an event: a bounded ring in memory, the spool on disk, the Profile API;
 
-reports batches of events, fetches the profile; and what to do with each answer.
+none of it on the caller's time.
 """
 
 from __future__ import annotations
 
-import gzip
+import atexit
+import contextlib
 import logging
 import os
+import queue
+import random
+import sqlite3
+import threading
 import time
-from collections.abc import Callable, Mapping
+import weakref
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from importlib import metadata
-from typing import TYPE_CHECKING, Any
+from itertools import count
+from pathlib import Path
 
-import orjson
+from blake3 import blake3
 
-from ..errors import (
-    ConnectionFailedError,
-    DeadlineExceededError,
-    MCPError,
-    ProtocolError,
-    RequestRejectedError,
-    ServerError,
-)
-from .spool import Batch, Spool
+from ..config import Telemetry, state_dir
+from ..errors import AuthenticationError, MCPError, ServerError
+from .api import Counts, ProfileAPI, deliver
+from .events import Encoder, Raw
+from .install import KEY_BYTES, install_key
+from .spool import FORMAT, ROWS_PER_WRITE, Spool
 
-if TYPE_CHECKING:
-    import httpx2 as httpx
-
-    from ..prefetch.profile import Profile
+__all__ = ["ProfileAPI", "TelemetryPipe", "TelemetryStats"]
 
 log = logging.getLogger("mcp_client.telemetry")
 
-# A server that refuses a whole batch (400, 422) instead of the bad event costs at most so many events for one
-# bad one, and at most 2 × 5000 / 64 requests for a batch in which all are bad.
-_SMALLEST_REFUSED = 64
+# Events held until the next drain: half a second of a client that does nothing but hit its cache, about 25 MB
+# when full.
+RING = 1 << 16
+_DRAIN_S = 1.0
+_POLL_S = 0.1  # while gathering, how often the ring's fill is looked at
+# The disk is tried again so long after it failed.
+_DISK_RETRY_S = 60.0
+_MEMORY_BYTES = 8 * 1024 * 1024
+_LONGEST_PAUSE_S = 900.0
+_EXIT_S = 2.0
+_RANDOM = (
+    random.SystemRandom()
+)  # not the shared generator: jitter that a fork or a user's seed would make equal is none
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    """The server's answer to a batch.
+class TelemetryStats:
+    """What became of the events that this process recorded, and what waits in the spool (of all processes).
 
-    ``rejected``: index in the batch and why; those events are not stored.
+    ``sent``: the server has them (``duplicates`` of them it had before). ``rejected``: it refused them.
+    ``dropped``: they went because the ring or the spool was full, or could not be encoded. ``left_out``: by
+    sampling or redaction.
     """
 
-    accepted: int
-    duplicates: int = 0
-    rejected: tuple[tuple[int, str], ...] = ()
-
-
-class ProfileAPI:
-    """A Profile API at ``url``. Safe to share between threads; usable in the child after ``fork``.
-
-    Raises ``ConnectionFailedError``, ``DeadlineExceededError``, a ``ServerError`` that fits the status, or
-    ``ProtocolError`` if the answer is not one of a Profile API.
-    """
-
-    def __init__(self, url: str, api_key: str | None = None, timeout_s: float = 10.0) -> None:
-        self.url = url.rstrip("/")
-        self._api_key = api_key
-        self._timeout_s = timeout_s
-        self._http: httpx.Client | None = None
-        self._pid = 0
-
-    def report(self, batch: Mapping[str, Any], *, timeout_s: float | None = None) -> Report:
-        """Send a batch as PROTOCOL.md section 4 has it."""
-        return self.report_json(orjson.dumps(batch), timeout_s=timeout_s)
-
-    def report_json(self, body: bytes, *, timeout_s: float | None = None) -> Report:
-        """Send a batch that is JSON already."""
-        headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
-        response = self._send("POST", "/v1/telemetry", headers, gzip.compress(body, 5, mtime=0), timeout_s)
-        try:
-            answer = orjson.loads(response.content)
-            return Report(
-                accepted=int(answer["accepted"]),
-                duplicates=int(answer.get("duplicates", 0)),
-                rejected=tuple(
-                    (int(bad["index"]), str(bad["error"])) for bad in answer.get("rejected") or ()
-                ),
-            )
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ProtocolError(
-                f"{self.url} does not answer a batch as a Profile API does; check the telemetry URL: {error}"
-            ) from error
-
-    def profile(
-        self, etag: str | None = None, *, timeout_s: float | None = None
-    ) -> tuple[Profile | None, str]:
-        """The profile in service and its ETag; ``None`` if it is still the one that ``etag`` names."""
-        from ..prefetch.profile import Profile
-
-        headers = {"Accept": "application/json"} | ({"If-None-Match": etag} if etag else {})
-        response = self._send("GET", "/v1/profile", headers, None, timeout_s)
-        if response.status_code == 304:
-            return None, etag or ""
-        return Profile.from_json(response.content), response.headers.get("etag", "")
-
-    def close(self) -> None:
-        http, self._http = self._http, None
-        if http is not None and self._pid == os.getpid():
-            http.close()
-
-    def _send(
-        self, method: str, path: str, headers: dict[str, str], body: bytes | None, timeout_s: float | None
-    ) -> httpx.Response:
-        from .._httpx import httpx
-
-        if self._http is None or self._pid != os.getpid():
-            self._http, self._pid = httpx.Client(headers=self._headers()), os.getpid()
-        timeout = self._timeout_s if timeout_s is None else min(timeout_s, self._timeout_s)
-        try:
-            response = self._http.request(
-                method, self.url + path, headers=headers, content=body, timeout=timeout
-            )
-        except httpx.TimeoutException as error:
-            raise DeadlineExceededError(f"{self.url}{path} did not answer within {timeout:.1f} s") from error
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise ConnectionFailedError(f"{self.url}{path}: {type(error).__name__}: {error}") from error
-        if response.status_code not in (200, 202, 304):
-            raise _refused(response, self.url + path)
-        return response
-
-    def _headers(self) -> dict[str, str]:
-        return {"User-Agent": sdk_name()} | (
-            {"Authorization": f"Bearer {self._api_key}"} if self._api_key else {}
-        )
-
-
-def _refused(response: httpx.Response, url: str) -> MCPError:
-    code, message = "", response.text[:500]
-    try:
-        error = orjson.loads(response.content)["error"]
-        code, message = str(error["code"]), str(error["message"])
-    except (ValueError, KeyError, TypeError):
-        pass  # not one of our error bodies; the text says what there is to say
-    wait = response.headers.get("retry-after", "")
-    return ServerError.of(
-        response.status_code, message, code=code, retry_after_s=float(wait) if wait.isdigit() else None
-    ).at(endpoint=url)
-
-
-def sdk_name() -> str:
-    try:
-        return f"mcp2026-python/{metadata.version('mcp2026')}"
-    except metadata.PackageNotFoundError:  # run from a source tree that is not installed
-        return "mcp2026-python/0"
-
-
-@dataclass(slots=True)
-class Counts:
-    """What became of the events of this process; one thread at a time changes it."""
-
+    enabled: bool
+    recorded: int = 0
     spooled: int = 0
     sent: int = 0
     duplicates: int = 0
     rejected: int = 0
     dropped: int = 0
+    left_out: int = 0
+    pending: int = 0
     batches: int = 0
+    last_error: str = ""
 
 
-def deliver(
-    api: ProfileAPI,
-    spool: Spool,
-    counts: Counts,
-    *,
-    most: int,
-    go_on: Callable[[], bool] = lambda: True,
-    deadline: float | None = None,
-    monotonic: Callable[[], float] = time.monotonic,
-) -> None:
-    """Send batch after batch until the spool is empty, ``go_on`` says no, or the deadline passes.
-
-    A batch that the server refuses for what it is (413: halved and sent again; 400, 422: halved, and in the
-    end dropped and counted) never blocks those behind it. Any other failure is raised, and the batch stays,
-    under its id.
-    """
-    while go_on():
-        left = None if deadline is None else deadline - monotonic()
-        if left is not None and left <= 0:
-            return
-        batch = spool.next_batch(most)
-        if batch is None:
-            return
-        if not batch.bodies:
-            spool.settle(batch)
-            continue
-        try:
-            report = api.report_json(_wire(batch, spool.client_id), timeout_s=left)
-        except RequestRejectedError as error:
-            if error.status not in (400, 413, 422):
-                raise
-            if len(batch.bodies) > (1 if error.status == 413 else _SMALLEST_REFUSED):
-                spool.split(batch)
-                continue
-            lost = spool.settle(batch)
-            counts.rejected += lost
-            log.warning("the Profile API refused %d telemetry events, which are dropped: %s", lost, error)
-            continue
-        settled = spool.settle(batch)
-        counts.batches += 1
-        if settled:
-            refused = len(report.rejected)
-            counts.rejected += refused
-            counts.sent += settled - refused
-            counts.duplicates += report.duplicates
-            if refused:
-                log.warning(
-                    "the Profile API rejected %d telemetry events, first: %s", refused, report.rejected[0][1]
-                )
-
-
-def _wire(batch: Batch, client_id: str) -> bytes:
-    head = orjson.dumps(
-        {
-            "batch_id": batch.id,
-            "client_id": client_id,
-            "sdk": sdk_name(),
-            "sent_at": datetime.now(UTC).isoformat(timespec="milliseconds"),
-        }
+def enabled_by_environment() -> bool:
+    """Whether neither ``DO_NOT_TRACK`` (consoledonottrack.com) nor ``MCP_TELEMETRY=0`` forbids telemetry."""
+    do_not_track = os.environ.get("DO_NOT_TRACK", "").strip().lower() not in ("", "0", "false")
+    return not do_not_track and os.environ.get("MCP_TELEMETRY", "").strip().lower() not in (
+        "0",
+        "false",
+        "off",
+        "no",
     )
-    return b'%s,"events":[%s]}' % (head[:-1], b",".join(batch.bodies))
+
+
+class TelemetryPipe:
+    """Records events at no cost to the caller and gets each to the Profile API once.
+
+    ``clock`` gives an event its wall-clock time (s); all waiting is on the monotonic clock. Two daemon
+    threads start with the first event: one empties the ring into the spool about every second, one uploads
+    every ``interval_s`` (± 20 %), earlier when a batch is full, later when the server fails. After ``fork``
+    the child starts empty: what the parent recorded is the parent's.
+    """
+
+    def __init__(
+        self, config: Telemetry, *, clock: Callable[[], float] = time.time, api: ProfileAPI | None = None
+    ) -> None:
+        self.enabled = enabled_by_environment()
+        self._config = config
+        self._clock = clock
+        self._api = api or ProfileAPI(config.url, config.api_key)
+        self._directory = Path(config.spool_dir) if config.spool_dir else state_dir() / "telemetry"
+        # Events for one place must not go to another. The API key is no part of it: a key is replaced, the
+        # events stay.
+        place = blake3(config.url.rstrip("/").encode()).hexdigest(length=8)
+        self._disk = Spool(self._directory / f"spool-v{FORMAT}-{place}.sqlite", config.max_spool_bytes)
+        self._memory = Spool(None, min(config.max_spool_bytes, _MEMORY_BYTES))
+        self._reset()
+        if self.enabled:
+            _pipes.add(self)
+
+    def _reset(self) -> None:
+        """All state that a forked child must not share with its parent."""
+        self._ring: deque[Raw] = deque(maxlen=RING if self.enabled else 0)
+        self._number = count()
+        self._idle = (
+            self.enabled
+        )  # the drainer sleeps, or does not run yet: the next record has to see to that
+        self._closed = False
+        self._wake: queue.SimpleQueue[None] = (
+            queue.SimpleQueue()
+        )  # its put is re-entrant: a signal handler may record
+        self._wake_uploader: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._last_error = ""
+
+        self._draining = threading.Lock()  # guards what follows, up to the next blank line
+        self._encoder: Encoder | None = None
+        self._highest = -1
+        self._drained = 0
+        self._spooled = 0
+        self._since_upload = 0
+        self._left_out = 0
+        self._dropped = 0
+        self._disk_down_until = 0.0
+
+        self._uploading = threading.Lock()  # guards the counts and the order of uploads
+        self._counts = Counts()
+
+    def record(  # noqa: PLR0917 - the hot path: keywords would cost more than the rest of it
+        self,
+        session: str,
+        path: str,
+        route: str,
+        fp: bytes,
+        model: str,
+        source: str,
+        latency_ms: float,
+        nbytes: int,
+        prefetch_id: str = "",
+        outcome: str = "",
+    ) -> None:
+        """Note one event. No I/O, no lock, never raises;
+
+        when the ring is full the oldest event goes and is counted.
+        """
+        self._ring.append(
+            (
+                next(self._number),
+                self._clock(),
+                session,
+                path,
+                route,
+                fp,
+                model,
+                source,
+                latency_ms,
+                nbytes,
+                prefetch_id,
+                outcome,
+            )
+        )
+        # After the append, as the drainer looks at the ring after it has said that it is idle: one of the two
+        # sees the other.
+        if self._idle:
+            self._rouse()
+
+    def flush(self, timeout_s: float = 10.0) -> bool:
+        """Get everything recorded so far to the Profile API; whether all of it is there. Never raises."""
+        if not self.enabled:
+            return True
+        deadline = time.monotonic() + timeout_s
+        self._drain(timeout_s)
+        self._upload(deadline)
+        return not self._ring and self._pending() == 0
+
+    def close(self, timeout_s: float = _EXIT_S) -> None:
+        """Stop. What could not be sent within the time stays in the spool for the next start.
+
+        Idempotent; never raises.
+        """
+        if self._closed or not self.enabled:
+            return
+        deadline = time.monotonic() + timeout_s
+        self._closed = True
+        self._idle = False
+        self._wake.put(None)
+        self._wake_uploader.put(None)
+        self._drain(timeout_s)
+        ring, self._ring = self._ring, deque(maxlen=0)  # what is recorded from now on goes nowhere
+        if self._highest >= 0:  # a process that recorded nothing need not wait for anybody's server
+            self._upload(deadline)
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        lost = len(ring) + self._memory.pending()
+        if lost:
+            self._dropped += lost
+            log.warning(
+                "%d telemetry events were in memory only and could not be sent in time; they are lost", lost
+            )
+        for closable in (self._disk, self._memory, self._api):
+            closable.close()
+        _pipes.discard(self)
+
+    def stats(self) -> TelemetryStats:
+        if not self.enabled:
+            return TelemetryStats(enabled=False)
+        waiting = len(self._ring)
+        return TelemetryStats(
+            enabled=True,
+            recorded=self._highest + 1 + waiting,
+            spooled=self._spooled,
+            dropped=self._dropped + max(0, self._highest + 1 - self._drained),
+            left_out=self._left_out,
+            pending=waiting + self._pending(),
+            sent=self._counts.sent,
+            duplicates=self._counts.duplicates,
+            rejected=self._counts.rejected,
+            batches=self._counts.batches,
+            last_error=self._last_error,
+        )
+
+    # --- from the ring to the spool ---
+
+    def _rouse(self) -> None:
+        self._idle = False
+        if self._threads:
+            self._wake.put(None)
+            return
+        drainer = threading.Thread(target=self._run_drainer, name="mcp-telemetry-spool", daemon=True)
+        self._threads.append(drainer)
+        try:
+            drainer.start()
+        except (
+            RuntimeError
+        ) as error:  # no more threads, or the interpreter is going down: flush and close still drain
+            log.warning("telemetry stays in memory until flush() or close(): %s", error)
+
+    def _run_drainer(self) -> None:
+        uploader = threading.Thread(target=self._run_uploader, name="mcp-telemetry-upload", daemon=True)
+        self._threads.append(uploader)
+        uploader.start()
+        while not self._closed:
+            until = time.monotonic() + _DRAIN_S
+            while len(self._ring) < RING // 2 and not self._closed and time.monotonic() < until:
+                with contextlib.suppress(queue.Empty):
+                    self._wake.get(timeout=_POLL_S)
+            self._drain()
+            self._idle = True
+            if not self._ring and not self._closed:
+                self._wake.get()
+            self._idle = False
+
+    def _drain(self, timeout_s: float = -1) -> None:
+        if not self._draining.acquire(timeout=timeout_s):
+            return
+        try:
+            ring = self._ring
+            for _ in range(0, len(ring), ROWS_PER_WRITE):
+                self._store(self._encoded(ring))
+        except Exception:
+            log.exception("telemetry could not be spooled")  # a bug: told, and kept away from the application
+        finally:
+            self._draining.release()
+        if self._since_upload >= self._config.max_batch:
+            self._since_upload = 0
+            self._wake_uploader.put(None)
+
+    def _encoded(self, ring: deque[Raw]) -> list[bytes]:
+        """Take up to ``ROWS_PER_WRITE`` events off the ring, as JSON."""
+        if self._encoder is None:
+            self._encoder = Encoder(self._key(), sample=self._config.sample, redact=self._config.redact)
+        bodies: list[bytes] = []
+        while ring and len(bodies) < ROWS_PER_WRITE:
+            raw = ring.popleft()
+            self._drained += 1
+            self._highest = max(self._highest, raw[0])
+            try:
+                body = self._encoder.encode(raw)
+            except (
+                Exception
+            ) as error:  # redact is the user's code: whatever it raises must not leak the event
+                if not self._dropped:
+                    log.warning(
+                        "a telemetry event is dropped, it can't be encoded: %s: %s",
+                        type(error).__name__,
+                        error,
+                    )
+                self._dropped += 1
+                continue
+            if body is None:
+                self._left_out += 1
+            else:
+                bodies.append(body)
+        return bodies
+
+    def _store(self, bodies: list[bytes]) -> None:
+        if not bodies:
+            return
+        self._spooled += len(bodies)
+        self._since_upload += len(bodies)
+        went = self._add(bodies)
+        if went:
+            if not self._dropped:
+                log.warning(
+                    "the telemetry spool is full (%d bytes): the oldest events go",
+                    self._config.max_spool_bytes,
+                )
+            self._dropped += went
+
+    def _add(self, bodies: list[bytes]) -> int:
+        if time.monotonic() < self._disk_down_until:
+            return self._memory.add(bodies)
+        try:
+            went = self._disk.add(bodies)
+        except (sqlite3.Error, OSError) as error:
+            if not self._disk_down_until:
+                log.warning(
+                    "telemetry can't be written to %s and stays in memory: %s", self._directory, error
+                )
+            self._disk_down_until = time.monotonic() + _DISK_RETRY_S
+            return self._memory.add(bodies)
+        self._disk_down_until = 0.0
+        return went
+
+    def _key(self) -> bytes:
+        try:
+            return install_key(self._directory)
+        except OSError as error:
+            log.warning(
+                "no telemetry key can be kept in %s (%s): session ids are hidden with a key of this process",
+                self._directory,
+                error,
+            )
+            return os.urandom(KEY_BYTES)
+
+    # --- from the spool to the Profile API ---
+
+    def _run_uploader(self) -> None:
+        failures = 0
+        wait = self._config.interval_s * _RANDOM.uniform(0.8, 1.2)
+        next_at = time.monotonic() + wait
+        while not self._closed:
+            with contextlib.suppress(queue.Empty):
+                self._wake_uploader.get(timeout=max(0.0, next_at - time.monotonic()))
+                if failures and not self._closed and time.monotonic() < next_at:
+                    continue  # a full batch is no reason to press a server that failed
+            if self._closed:
+                return
+            error = self._upload(None)
+            failures = failures + 1 if error else 0
+            wait = self._config.interval_s * _RANDOM.uniform(0.8, 1.2)
+            if error:
+                asked = error.retry_after_s if isinstance(error, ServerError) else None
+                longest = min(_LONGEST_PAUSE_S, wait * 2 ** min(failures, 16))
+                wait = max(asked or 0.0, _RANDOM.uniform(min(wait, longest), longest))
+            next_at = time.monotonic() + wait
+
+    def _upload(self, deadline: float | None) -> Exception | None:
+        """Send what is spooled;
+
+        the error that stopped it. The uploader goes on until close; a caller, to its deadline.
+        """
+        if not self._uploading.acquire(
+            timeout=-1 if deadline is None else max(0.0, deadline - time.monotonic())
+        ):
+            return None
+        try:
+            for spool in (self._memory, self._disk):
+                while not self._deliver(spool, deadline):
+                    if deadline is None or time.monotonic() >= deadline:
+                        break
+                    time.sleep(0.02)  # another process is uploading
+            self._last_error = ""
+            return None
+        except MCPError as error:
+            if isinstance(error, AuthenticationError) and not self._last_error:
+                log.warning("the Profile API does not let us in; events are kept: %s", error)
+            self._last_error = f"{type(error).__name__}: {error}"
+            return error
+        except (sqlite3.Error, OSError) as error:
+            self._last_error = f"{type(error).__name__}: {error}"
+            return error
+        except Exception as error:
+            log.exception(
+                "telemetry could not be uploaded"
+            )  # a bug: told, and kept away from the application
+            self._last_error = f"{type(error).__name__}: {error}"
+            return error
+        finally:
+            self._uploading.release()
+
+    def _deliver(self, spool: Spool, deadline: float | None) -> bool:
+        if spool is self._disk and time.monotonic() < self._disk_down_until:
+            return True  # nothing could be settled there: the same events would go out again and again
+        with spool.uploading() as mine:
+            if mine:
+                deliver(
+                    self._api,
+                    spool,
+                    self._counts,
+                    most=self._config.max_batch,
+                    go_on=lambda: deadline is not None or not self._closed,
+                    deadline=deadline,
+                )
+                spool.shrink()
+            return mine
+
+    def _pending(self) -> int:
+        total = self._memory.pending()
+        with contextlib.suppress(
+            sqlite3.Error, OSError
+        ):  # a disk that can't be read holds nothing that we could send
+            total += self._disk.pending()
+        return total
+
+
+_pipes: weakref.WeakSet[TelemetryPipe] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    for pipe in list(_pipes):
+        pipe._reset()
+
+
+def _close_all() -> None:
+    for pipe in list(_pipes):
+        pipe.close(_EXIT_S)
+
+
+atexit.register(_close_all)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
