@@ -1,0 +1,370 @@
+"""Open Inference Protocol v2 over HTTP (PROTOCOL.md section 2): the client's codec, and the server's side as
+functions.
+
+Binary form: the JSON comes first, then the tensors' bytes in the order of the JSON;
+``Inference-Header-Content-Length`` is the JSON's length. Each tensor says ``binary_data_size``; one without
+it has its ``data`` in the JSON, so both may mix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from ..errors import InvalidInputError, ProtocolError, ServerError
+from ..request import Request
+from ..result import Answer
+from ..tensors import Array, ModelMetadata, datatype_of, to_raw
+from . import Buffer, WireRequest, WireResponse
+from .documents import check_answer, least, read_specs, read_versions, text_of, write_specs
+from .http_common import (
+    check_parameters,
+    freshness,
+    name_in_path,
+    read_context,
+    read_parameters,
+    request_headers,
+    require_success,
+)
+from .json_tensors import (
+    ShapeError,
+    data_of,
+    datatype_named,
+    dumps,
+    loads,
+    loads_object,
+    shape_of,
+    tensor_from_json,
+    tensor_from_raw,
+)
+
+_LENGTH = "Inference-Header-Content-Length"
+_BINARY_EXTENSION = "binary_tensor_data"
+EXTENSIONS = (_BINARY_EXTENSION, "model_repository", "statistics")
+# The JSON is padded with spaces to a multiple of this, so that the first tensor of a body is aligned for any
+# datatype and can be used where it lies.
+_ALIGNMENT = 64
+
+
+class OipHttpCodec:
+    """The client's side. ``binary=False`` for servers without the binary extension: all tensors travel as
+    JSON.
+    """
+
+    name = "oip"
+
+    def __init__(self, binary: bool = True) -> None:
+        self.binary = binary
+
+    def infer(self, request: Request, metadata: ModelMetadata | None) -> WireRequest:
+        parameters: dict[str, Any] = check_parameters(request.parameters)
+        if request.priority is not None:
+            parameters["priority"] = request.priority
+        if request.timeout_ms is not None:
+            parameters["timeout"] = max(1, int(request.timeout_ms * 1000))  # Triton reads it as microseconds
+        if self.binary and not request.outputs:
+            parameters["binary_data_output"] = True
+        header: dict[str, Any] = {}
+        if request.id:
+            header["id"] = request.id
+        if parameters:
+            header["parameters"] = parameters
+        if request.outputs:
+            asked = {"parameters": {"binary_data": True}} if self.binary else {}
+            header["outputs"] = [{"name": name, **asked} for name in request.outputs]
+        header["inputs"], raw = [], []
+        for name, array in request.inputs.items():
+            tensor, data = _write_tensor(name, array, binary=self.binary, what="input")
+            header["inputs"].append(tensor)
+            raw += data
+        headers, body = _pack(header, raw)
+        path = f"{_model_path(request.model, request.version)}/infer"
+        return WireRequest("POST", path, {**headers, **request_headers(request)}, body)
+
+    def decode_infer(self, response: WireResponse, request: Request) -> Answer:
+        require_success(response)
+        header, raw = _unpack(response.body, response.headers, "the response")
+        outputs = _read_tensors(header.get("outputs"), raw, "output")
+        check_answer(outputs, request, came_id=text_of(header, "id"))
+        max_age_s, no_store = freshness(response.headers)
+        return Answer.of(
+            outputs,
+            model=text_of(header, "model_name") or request.model,
+            version=text_of(header, "model_version"),
+            id=request.id,
+            digest=response.headers.get("x-model-digest", ""),
+            max_age_s=max_age_s,
+            no_store=no_store,
+        )
+
+    def metadata(self, model: str, version: str) -> WireRequest:
+        return WireRequest("GET", _model_path(model, version))
+
+    def decode_metadata(self, response: WireResponse) -> ModelMetadata:
+        """Servers that know nothing of a model's tensors (MLServer, KServe) describe it with no inputs and
+        outputs.
+        """
+        require_success(response)
+        document = loads_object(response.body, "the model's metadata")
+        name = text_of(document, "name")
+        if not name:
+            raise ProtocolError('the model\'s metadata has no "name"')
+        known = {"name", "versions", "platform", "inputs", "outputs"}
+        versions = read_versions(document.get("versions"))
+        return ModelMetadata(
+            name=name,
+            inputs=read_specs(document.get("inputs"), "input"),
+            outputs=read_specs(document.get("outputs"), "output"),
+            version=versions[-1] if len(versions) == 1 else "",
+            versions=versions,
+            platform=text_of(document, "platform"),
+            digest=response.headers.get("x-model-digest", ""),
+            extra={key: value for key, value in document.items() if key not in known},
+        )
+
+    def models(self) -> WireRequest:
+        return WireRequest(
+            "POST", "/v2/repository/index", {"Content-Type": "application/json"}, (dumps({"ready": True}),)
+        )
+
+    def decode_models(self, response: WireResponse) -> list[str]:
+        require_success(response)
+        index = loads(response.body, "the repository index")
+        if not isinstance(index, list) or not all(
+            isinstance(m, dict) and isinstance(m.get("name"), str) for m in index
+        ):
+            raise ProtocolError('the repository index must be a list of {"name": "…", "state": "…"}')
+        ready = [model["name"] for model in index if model.get("state", "READY") in ("READY", "")]
+        return list(dict.fromkeys(ready))
+
+    def ready(self) -> WireRequest:
+        return WireRequest("GET", "/v2/health/ready")
+
+    def server_metadata(self) -> WireRequest:
+        """Asks what the server is and which extensions it has."""
+        return WireRequest("GET", "/v2")
+
+    @staticmethod
+    def offers_binary(response: WireResponse) -> bool:
+        """Whether the answer to ``server_metadata`` names the binary extension. JSON is what every server
+        must have, so it is assumed wherever the answer says nothing.
+        """
+        try:
+            extensions = loads_object(response.body, "the server's metadata").get("extensions")
+        except ProtocolError:
+            return False
+        return response.status == 200 and isinstance(extensions, list) and _BINARY_EXTENSION in extensions
+
+
+def _model_path(model: str, version: str) -> str:
+    if not model:
+        raise InvalidInputError("the Open Inference Protocol needs the model's name; pass model=…")
+    path = f"/v2/models/{name_in_path(model, 'model')}"
+    return f"{path}/versions/{name_in_path(version, 'version')}" if version else path
+
+
+# --- both sides: a JSON header and raw tensors behind it ----------------------------------------------------
+
+
+def _write_tensor(name: str, array: Array, *, binary: bool, what: str) -> tuple[dict[str, Any], list[Buffer]]:
+    datatype = datatype_of(array)
+    tensor: dict[str, Any] = {"name": name, "shape": list(array.shape), "datatype": datatype}
+    if binary:
+        raw = to_raw(array)
+        tensor["parameters"] = {"binary_data_size": len(raw)}
+        return tensor, [raw] if len(raw) else []
+    if datatype in ("FP16", "BF16"):
+        raise InvalidInputError(
+            f"{what} {name!r} is {datatype}, which has no JSON form in the Open Inference Protocol; "
+            "use binary data"
+        )
+    tensor["data"] = data_of(array, what=f"{what} {name!r}", b64=False)
+    return tensor, []
+
+
+def _pack(header: dict[str, Any], raw: list[Buffer]) -> tuple[dict[str, str], tuple[Buffer, ...]]:
+    document = dumps(header)
+    if not any(
+        "binary_data_size" in t.get("parameters", {}) for t in header.get("inputs", header.get("outputs", []))
+    ):
+        return {"Content-Type": "application/json"}, (document,)
+    document += b" " * (-len(document) % _ALIGNMENT)
+    return {"Content-Type": "application/octet-stream", _LENGTH: str(len(document))}, (document, *raw)
+
+
+def _unpack(body: bytes, headers: Mapping[str, str], what: str) -> tuple[dict[str, Any], memoryview]:
+    length = headers.get(_LENGTH.lower())
+    if length is None:
+        return loads_object(body, what), memoryview(b"")
+    if not (length.isascii() and length.isdigit() and int(length[:20]) <= len(body)):
+        raise ProtocolError(f"{what}: {_LENGTH} is {length[:40]!r}, but the body has {len(body)} bytes")
+    view = memoryview(body)
+    at = int(length)
+    return loads_object(view[:at], f"{what}'s JSON header"), view[at:]
+
+
+def _read_tensors(value: Any, raw: memoryview, kind: str) -> dict[str, Array]:
+    if not isinstance(value, list):
+        raise ProtocolError(f'"{kind}s" must be a list')
+    tensors: dict[str, Array] = {}
+    at = 0
+    for item in value:
+        if not isinstance(item, dict) or not isinstance(item.get("name"), str):
+            raise ProtocolError(f"an {kind} lacks its name")
+        name = item["name"]
+        what = f"{kind} {name!r}"
+        if name in tensors:
+            raise ProtocolError(f"{what} comes twice")
+        datatype = datatype_named(item.get("datatype"), what)
+        shape = shape_of(item.get("shape"), what)
+        size = _binary_size(item.get("parameters"), what)
+        if size is None:
+            if "data" not in item:
+                raise ProtocolError(f"{what} has neither data nor a binary_data_size")
+            tensors[name] = tensor_from_json(item["data"], datatype, shape, what=what)
+            continue
+        if at + size > len(raw):
+            raise ProtocolError(
+                f"{what} has {size} bytes by its binary_data_size; the body has {len(raw) - at} left"
+            )
+        tensors[name] = tensor_from_raw(raw[at : at + size], datatype, shape, what=what)
+        at += size
+    if at != len(raw):
+        raise ProtocolError(f"{len(raw) - at} bytes are left over after the last {kind}")
+    return tensors
+
+
+def _binary_size(parameters: Any, what: str) -> int | None:
+    if parameters is None:
+        return None
+    if not isinstance(parameters, dict):
+        raise ProtocolError(f"{what}: parameters must be an object")
+    size = parameters.get("binary_data_size")
+    if size is not None and (type(size) is not int or size < 0):
+        raise ProtocolError(f"{what}: binary_data_size must be a number of bytes; got {size!r}")
+    return size
+
+
+# --- the server's side --------------------------------------------------------------------------------------
+
+
+class Incoming(NamedTuple):
+    """A parsed inference. ``binary``: the form of the outputs; ``binary_of``: where an output was asked for
+    in its own.
+    """
+
+    request: Request
+    binary: bool
+    binary_of: Mapping[str, bool]
+
+
+def parse_infer(body: bytes, headers: Mapping[str, str], *, model: str, version: str) -> Incoming:
+    """The request that a body and its headers (lower case) make; ``ServerError`` 400 if they make none."""
+    context = read_context(headers)
+    try:
+        header, raw = _unpack(body, headers, "the body")
+        inputs = _read_tensors(header.get("inputs"), raw, "input")
+        if not inputs:
+            raise ProtocolError('"inputs" must hold at least one tensor')
+        parameters = dict(read_parameters(header.get("parameters")))
+        priority, timeout = _whole(parameters, "priority"), _whole(parameters, "timeout")
+        outputs = header.get("outputs") or []
+        if not isinstance(outputs, list) or not all(
+            isinstance(o, dict) and isinstance(o.get("name"), str) for o in outputs
+        ):
+            raise ProtocolError('"outputs" must be a list of {"name": "…"}')
+        binary_of = {}
+        for output in outputs:
+            asked = read_parameters(output.get("parameters"))
+            if "binary_data" in asked:
+                binary_of[output["name"]] = bool(asked["binary_data"])
+            if asked.get("classification"):
+                raise ProtocolError("classification outputs are not offered; ask for the tensor itself")
+        binary = bool(parameters.pop("binary_data_output", False))
+        request = Request(
+            model=model,
+            version=version,
+            inputs=inputs,
+            outputs=tuple(output["name"] for output in outputs),
+            parameters=parameters,
+            id=text_of(header, "id") or context.request_id,
+            session=context.session,
+            path=context.path,
+            priority=priority,
+            timeout_ms=least(
+                timeout / 1000 if timeout else None, context.deadline_ms
+            ),  # 0: no timeout, as in Triton
+            purpose=context.purpose,
+        )
+    except ProtocolError as error:
+        code = "shape_mismatch" if isinstance(error, ShapeError) else "malformed_request"
+        raise ServerError.of(400, error.message, code=code) from error
+    return Incoming(request, binary, binary_of)
+
+
+def _whole(parameters: dict[str, Any], name: str) -> int | None:
+    value = parameters.pop(name, None)
+    if value is not None and (type(value) is not int or not 0 <= value < 2**64):
+        raise ProtocolError(f"parameter {name!r} must be a whole number ≥ 0; got {value!r}")
+    return value
+
+
+def format_infer(answer: Answer, incoming: Incoming) -> tuple[dict[str, str], tuple[Buffer, ...]]:
+    """Headers and body parts of an answer; ``ServerError`` 400 where JSON was asked for and can't carry an
+    output.
+    """
+    outputs: list[dict[str, Any]] = []
+    raw: list[Buffer] = []
+    for name, array in answer.outputs.items():
+        binary = incoming.binary_of.get(name, incoming.binary)
+        try:
+            tensor, data = _write_tensor(name, array, binary=binary, what="output")
+        except InvalidInputError as error:
+            raise ServerError.of(400, error.message, code="binary_only") from error
+        outputs.append(tensor)
+        raw += data
+    header: dict[str, Any] = {"model_name": answer.model, "model_version": answer.version, "outputs": outputs}
+    if answer.id:
+        header["id"] = answer.id
+    return _pack(header, raw)
+
+
+def format_error(error: ServerError, request_id: str) -> bytes:
+    """The standard's error body, a plain string; code and request id stand beside it for those who know
+    them.
+    """
+    return dumps({"error": error.message, "code": error.code, "request_id": request_id})
+
+
+def format_metadata(metadata: ModelMetadata) -> bytes:
+    """The body of ``GET /v2/models/{m}``."""
+    return dumps(
+        {
+            "name": metadata.name,
+            "versions": metadata.versions,
+            "platform": metadata.platform,
+            "inputs": write_specs(metadata.inputs),
+            "outputs": write_specs(metadata.outputs),
+        }
+    )
+
+
+def format_server(name: str, version: str) -> bytes:
+    """The body of ``GET /v2``."""
+    return dumps({"name": name, "version": version, "extensions": EXTENSIONS})
+
+
+class IndexEntry(NamedTuple):
+    """One model version of the repository: ``state`` is READY or UNAVAILABLE, ``reason`` says why it is not
+    ready.
+    """
+
+    name: str
+    version: str
+    state: str
+    reason: str = ""
+
+
+def format_index(entries: Iterable[IndexEntry]) -> bytes:
+    """The body of ``POST /v2/repository/index``."""
+    return dumps([entry._asdict() for entry in entries])
