@@ -27,7 +27,7 @@ class Request:
     inputs: Mapping[str, Array]
     version: str = ""
     outputs: tuple[str, ...] = ()
-    parameters: Mapping[str, Parameter] = field(default=NO_PARAMETERS)
+    parameters: Mapping[str, Parameter] = field(default_factory=lambda: NO_PARAMETERS)
     id: str = ""
     session: str = ""
     path: str = ""
