@@ -1,0 +1,246 @@
+"""The L4 cache in memory: answers by fingerprint under a byte and an entry budget, with expiry.
+
+An answer's arrays are read-only, so a hit hands out the entry itself: nothing is copied, under the lock or
+elsewhere.
+
+What was prefetched waits apart (``_ahead``) until somebody asks for it; only then does the policy hear of
+it. Meanwhile it may fill free room, and up to ``_AHEAD_SHARE`` of the budgets in place of entries that nobody
+has come back to. It never takes the place of an entry that has proven itself, and makes room for demanded
+answers when it has more than its share or has outlived a whole turnover of the cache unasked.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from .. import config
+from ..errors import InvalidInputError
+from ..result import Answer
+from .lru_k import LRUK
+
+_AHEAD_SHARE = 0.25
+
+
+@dataclass(slots=True)
+class Entry:
+    """An answer in the cache. Times are seconds of the monotonic clock; ``nbytes`` is what its arrays truly
+    hold.
+
+    ``prefetched`` is for the owner to clear at the first use.
+    """
+
+    answer: Answer
+    stored_at: float
+    expires_at: float
+    nbytes: int
+    prefetched: bool = False
+
+
+Lost = tuple[bytes, Entry]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStats:
+    """What happened since the cache was made, and what it holds now. An expired entry that was asked for is a
+    miss too."""
+
+    hits: int
+    misses: int
+    evictions: int
+    expirations: int
+    entries: int
+    bytes: int
+
+
+class MemoryCache:
+    """Answers by fingerprint. Safe to share between threads; every method takes the lock once, for
+    microseconds.
+
+    ``now`` is the time of the monotonic clock, in seconds.
+    """
+
+    def __init__(self, settings: config.Cache) -> None:
+        self._max_bytes = settings.max_bytes
+        self._max_entries = settings.max_entries
+        self._lock = threading.Lock()
+        # All below under the lock.
+        self._entries: dict[bytes, Entry] = {}
+        self._policy: LRUK[bytes] = LRUK(
+            settings.k, correlated_s=settings.correlated_s, retained_s=settings.retained_s
+        )
+        self._by_model: dict[str, set[bytes]] = {}
+        # Prefetched and not asked for yet, oldest first: how many evictions there had been when it came.
+        self._ahead: OrderedDict[bytes, int] = OrderedDict()
+        self._ahead_bytes = 0
+        self._bytes = 0
+        self._hits = self._misses = self._evictions = self._expirations = 0
+
+    def get(self, key: bytes, now: float) -> Entry | None:
+        """The fresh entry for a key that is asked for, which counts as a reference; an expired one is
+        dropped."""
+        with self._lock:
+            entry = self._entries.get(key)
+            if entry is None:
+                self._misses += 1
+                return None
+            if entry.expires_at <= now:
+                self._drop(key)
+                self._expirations += 1
+                self._misses += 1
+                return None
+            self._hits += 1
+            if key in self._ahead:
+                del self._ahead[key]
+                self._ahead_bytes -= entry.nbytes
+                self._policy.insert(key, now)
+            else:
+                self._policy.record(key, now)
+            return entry
+
+    def peek(self, key: bytes, now: float) -> Entry | None:
+        """The fresh entry, if there is one; nothing is counted and nothing changes."""
+        entry = self._entries.get(key)
+        return entry if entry is not None and entry.expires_at > now else None
+
+    def put(self, key: bytes, entry: Entry, now: float, *, reference: bool = True) -> list[Lost]:
+        """Store an answer; returns what is not in the cache because of it: what was evicted, or the entry
+        itself.
+
+        The entry itself comes back if it is larger than the whole budget, or if it was prefetched
+        (``reference=False``) and could only be kept in place of something that is more likely to be asked
+        for.
+        """
+        lost: list[Lost] = []
+        with self._lock:
+            before = self._entries.get(key)
+            if entry.nbytes > self._max_bytes:
+                if before is not None:
+                    self._drop(key)
+                return [(key, entry)]
+            if before is not None and not reference and key not in self._ahead:
+                self._replace(key, before, entry)
+                while self._bytes > self._max_bytes:
+                    lost.append(self._evict(now))
+                return lost
+            if before is not None:
+                self._drop(key)
+            while self._bytes + entry.nbytes > self._max_bytes or len(self._entries) >= self._max_entries:
+                if reference:
+                    lost.append(self._evict(now))
+                elif (evicted := self._evict_for_prefetch(entry.nbytes, now)) is not None:
+                    lost.append(evicted)
+                else:
+                    return [*lost, (key, entry)]
+            self._entries[key] = entry
+            self._bytes += entry.nbytes
+            self._index(key, entry)
+            if reference:
+                self._policy.insert(key, now)
+            else:
+                self._ahead[key] = self._evictions
+                self._ahead_bytes += entry.nbytes
+        return lost
+
+    def invalidate(self, *, model: str | None = None, key: bytes | None = None) -> int:
+        """Drop a model's entries, or the one of a key; returns how many there were."""
+        if (model is None) == (key is None):
+            raise InvalidInputError("invalidate() takes model=… or key=…; clear() drops everything")
+        with self._lock:
+            keys = {key} & self._entries.keys() if key is not None else self._by_model.get(model or "", set())
+            keys = set(keys)  # _drop changes the index
+            for each in keys:
+                self._drop(each)
+        return len(keys)
+
+    def clear(self) -> None:
+        """Drop every entry, and what is remembered of earlier ones. The counts in ``stats()`` go on."""
+        with self._lock:
+            self._entries.clear()
+            self._by_model.clear()
+            self._policy.clear()
+            self._ahead.clear()
+            self._bytes = self._ahead_bytes = 0
+
+    def stats(self) -> CacheStats:
+        with self._lock:
+            return CacheStats(
+                hits=self._hits,
+                misses=self._misses,
+                evictions=self._evictions,
+                expirations=self._expirations,
+                entries=len(self._entries),
+                bytes=self._bytes,
+            )
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, key: bytes) -> bool:
+        """Whether there is an entry, fresh or not."""
+        return key in self._entries
+
+    # --- under the lock ---
+
+    def _evict(self, now: float) -> Lost:
+        """Make room for a demanded answer."""
+        oldest = next(iter(self._ahead), None)
+        if oldest is not None and (
+            self._over_share(0, 0) or self._evictions - self._ahead[oldest] >= len(self._entries)
+        ):
+            return self._lose(oldest)
+        victim = self._policy.evict(now)
+        if victim is not None:
+            return self._lose(victim, known_to_policy=False)
+        assert oldest is not None, "the cache is over budget, so it holds something"
+        return self._lose(oldest)
+
+    def _evict_for_prefetch(self, nbytes: int, now: float) -> Lost | None:
+        if not self._over_share(nbytes, 1):
+            victim = self._policy.evict(now, spare_proven=True)
+            if victim is not None:
+                return self._lose(victim, known_to_policy=False)
+        elif nbytes > _AHEAD_SHARE * self._max_bytes:
+            return None
+        oldest = next(iter(self._ahead), None)
+        return self._lose(oldest) if oldest is not None else None
+
+    def _over_share(self, nbytes: int, entries: int) -> bool:
+        return (
+            self._ahead_bytes + nbytes > _AHEAD_SHARE * self._max_bytes
+            or len(self._ahead) + entries > _AHEAD_SHARE * self._max_entries
+        )
+
+    def _lose(self, key: bytes, *, known_to_policy: bool = True) -> Lost:
+        self._evictions += 1
+        return key, self._drop(key, known_to_policy=known_to_policy)
+
+    def _drop(self, key: bytes, *, known_to_policy: bool = True) -> Entry:
+        """Take an entry out. ``known_to_policy=False``: the policy chose it and has forgotten it already."""
+        entry = self._entries.pop(key)
+        self._bytes -= entry.nbytes
+        self._unindex(key, entry)
+        if known_to_policy:
+            if key in self._ahead:
+                del self._ahead[key]
+                self._ahead_bytes -= entry.nbytes
+            else:
+                self._policy.remove(key)
+        return entry
+
+    def _replace(self, key: bytes, before: Entry, entry: Entry) -> None:
+        """A newer answer for an entry that has been asked for; its place stays."""
+        self._unindex(key, before)
+        self._index(key, entry)
+        self._entries[key] = entry
+        self._bytes += entry.nbytes - before.nbytes
+
+    def _index(self, key: bytes, entry: Entry) -> None:
+        self._by_model.setdefault(entry.answer.model, set()).add(key)
+
+    def _unindex(self, key: bytes, entry: Entry) -> None:
+        keys = self._by_model[entry.answer.model]
+        keys.discard(key)
+        if not keys:
+            del self._by_model[entry.answer.model]
