@@ -1,0 +1,86 @@
+"""The command ``mcp-profile``: serves the Profile API and looks after its database."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, help="The Profile API: takes telemetry, serves profiles."
+)
+
+
+def _default_db() -> str:
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return f"sqlite:///{Path(state) / 'mcp_profile' / 'profile.sqlite'}"
+
+
+Database = Annotated[
+    str,
+    typer.Option(
+        envvar="MCP_PROFILE_DB", help="SQLAlchemy URL, or the path of an SQLite file.", show_default=False
+    ),
+]
+
+
+@app.command()
+def serve(
+    host: Annotated[
+        str, typer.Option(help="Address to serve; one that is not loopback needs a key.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 takes a free port.", min=0, max=65535)] = 8090,
+    db: Database = "",
+    api_key: Annotated[
+        str,
+        typer.Option(envvar="MCP_PROFILE_API_KEY", help="A key that may do everything.", show_default=False),
+    ] = "",
+    log_level: Annotated[str, typer.Option(help="critical, error, warning, info or debug.")] = "info",
+) -> None:
+    """Serve the Profile API until Ctrl-C."""
+    from .server import build, database_url, listen
+
+    url = database_url(db or _default_db())
+    try:
+        server, store = build(url, host, api_key or None, log_level=log_level)
+        listener = listen(host, port)
+    except (ValueError, OSError) as error:
+        typer.echo(f"mcp-profile: {error}", err=True)
+        raise typer.Exit(2) from None
+    typer.echo(
+        f"Profile API on http://{host}:{listener.getsockname()[1]}  ({store.url.render_as_string()})",
+        err=True,
+    )
+    try:
+        server.run(sockets=[listener])
+    except KeyboardInterrupt:  # uvicorn has stopped in order and raises the signal again
+        pass
+    finally:
+        store.close()
+
+
+@app.command()
+def mine(
+    db: Database = "",
+    application: Annotated[str, typer.Option(help="Of which application.")] = "default",
+) -> None:
+    """Count the events that are new, now."""
+    from .server import database_url
+    from .service import Profiles
+    from .store import Store
+
+    store = Store(database_url(db or _default_db()))
+    try:
+        counted = Profiles(store).mine(store.application(application))
+    except LookupError as error:
+        typer.echo(f"mcp-profile: {error}", err=True)
+        raise typer.Exit(2) from None
+    finally:
+        store.close()
+    typer.echo(f"{counted} events mined")
+
+
+def main() -> None:
+    app()

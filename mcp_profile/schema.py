@@ -1,0 +1,155 @@
+"""The tables of the Profile API, for SQLite and PostgreSQL alike.
+
+``app`` keeps applications apart everywhere.
+"""
+
+from __future__ import annotations
+
+from sqlalchemy import (
+    BigInteger,
+    Column,
+    Float,
+    Index,
+    Integer,
+    MetaData,
+    String,
+    Table,
+    Text,
+    UniqueConstraint,
+)
+
+metadata = MetaData()
+
+# SQLite autoincrements only INTEGER PRIMARY KEY, PostgreSQL needs 64 bits.
+_Id = BigInteger().with_variant(Integer(), "sqlite")
+
+applications = Table(
+    "applications",
+    metadata,
+    Column("id", Integer, primary_key=True, autoincrement=True),
+    Column("name", String(100), nullable=False, unique=True),
+)
+
+clients = Table(
+    "clients",
+    metadata,
+    Column("id", _Id, primary_key=True, autoincrement=True),
+    Column("app", Integer, nullable=False),
+    Column("client_id", String(64), nullable=False),
+    Column("sdk", String(100), nullable=False),
+    Column("first_seen", Float, nullable=False),
+    Column("last_seen", Float, nullable=False),
+    UniqueConstraint("app", "client_id"),
+)
+
+# What makes a batch count once. Rows outlive the events: a client may have been offline for long.
+batches = Table(
+    "batches",
+    metadata,
+    Column("app", Integer, primary_key=True),
+    Column("batch_id", String(64), primary_key=True),
+    Column("client", _Id, nullable=False),
+    Column("received_at", Float, nullable=False),
+    Column("events", Integer, nullable=False),
+    Column("rejected", Text, nullable=False),  # JSON, as it was answered the first time; "" for none
+)
+
+# ``id`` grows in the order of arrival, and within a batch in the order of ``seq``: it is the order that
+# mining follows, because the clock of a client may jump and its sequence may not.
+events = Table(
+    "events",
+    metadata,
+    Column("id", _Id, primary_key=True, autoincrement=True),
+    Column("app", Integer, nullable=False),
+    Column("client", _Id, nullable=False),
+    Column("seq", BigInteger, nullable=False),
+    Column("t", Float, nullable=False),
+    Column("session", Text, nullable=False),
+    Column("path", Text, nullable=False),
+    Column("route", Text, nullable=False),
+    Column("fp", Text, nullable=False),
+    Column("model", Text, nullable=False),
+    Column("source", String(10), nullable=False),
+    Column("latency_ms", Float, nullable=False),
+    Column("bytes", BigInteger, nullable=False),
+    Column("prefetch_id", Text, nullable=False),
+    Column("outcome", String(10), nullable=False),
+    Index("events_by_session", "app", "session"),
+)
+
+# Sums by the hour, kept at ingest: they answer /v1/stats whatever the number of events, and stay when events
+# age out.
+hourly = Table(
+    "hourly",
+    metadata,
+    Column("app", Integer, primary_key=True),
+    Column("hour", Integer, primary_key=True),  # Unix time in seconds / 3600, rounded down
+    Column("source", String(10), primary_key=True),
+    Column("outcome", String(10), primary_key=True),
+    Column("events", BigInteger, nullable=False),
+    Column("latency_ms", Float, nullable=False),
+    Column("bytes", BigInteger, nullable=False),
+)
+
+keys = Table(
+    "keys",
+    metadata,
+    Column("id", Integer, primary_key=True, autoincrement=True),
+    Column("app", Integer, nullable=False),
+    Column("name", String(100), nullable=False),
+    Column(
+        "digest", String(64), nullable=False, unique=True
+    ),  # SHA-256 of the key; the key itself is shown once
+    Column("scopes", String(100), nullable=False),  # joined by spaces
+    Column("created_at", Float, nullable=False),
+    Column("revoked_at", Float),
+)
+
+# Where mining stands. What follows it is what has been learned; it stays when events age out.
+mined = Table(
+    "mined",
+    metadata,
+    Column("app", Integer, primary_key=True),
+    Column("watermark", BigInteger, nullable=False),  # the id of the last event that is counted
+    Column("steps", BigInteger, nullable=False),
+    Column("visits", BigInteger, nullable=False),
+    Column("mined_at", Float, nullable=False),
+)
+
+# The last steps of each session's present visit, as JSON [[t, path, route], …]: what the next run needs to go
+# on.
+tails = Table(
+    "tails",
+    metadata,
+    Column("app", Integer, primary_key=True),
+    Column("session", Text, primary_key=True),
+    Column("steps", Text, nullable=False),
+    Column("touched_at", Float, nullable=False),
+)
+
+# How often a step followed a context. ``kind``: "path" or "route".
+transitions = Table(
+    "transitions",
+    metadata,
+    Column("app", Integer, primary_key=True),
+    Column("kind", String(5), primary_key=True),
+    Column("context", Text, primary_key=True),
+    Column("step", Text, primary_key=True),
+    Column("n", Float, nullable=False),
+)
+
+# Sums by path, from which prefetch.profile.KeyStats are the means.
+path_sums = Table(
+    "path_sums",
+    metadata,
+    Column("app", Integer, primary_key=True),
+    Column("path", Text, primary_key=True),
+    Column("route", Text, nullable=False),
+    Column("asked", BigInteger, nullable=False),
+    Column("gap_s", Float, nullable=False),  # to the step after it
+    Column("gaps", BigInteger, nullable=False),
+    Column("latency_ms", Float, nullable=False),  # of answers that came from a server
+    Column("served", BigInteger, nullable=False),
+    Column("bytes", Float, nullable=False),
+    Column("answered", BigInteger, nullable=False),
+)

@@ -1,0 +1,163 @@
+"""Runs the Profile API: in this process for tests and demos, or as the command's main thing."""
+
+from __future__ import annotations
+
+import ipaddress
+import shutil
+import socket
+import tempfile
+import threading
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import uvicorn
+
+from .access import Access
+from .app import create_app
+from .service import Profiles
+from .store import Store
+
+_START_S = 10.0
+
+
+class ProfileServer:
+    """A Profile API on a thread of this process.
+
+        with ProfileServer() as server:
+            client = MCPClient(url, telemetry=server.url)
+
+    ``db``: a SQLAlchemy URL or the path of an SQLite file; ``None`` is a temporary file, gone when the server
+    is closed. ``port`` 0 takes a free one, and ``start()`` after ``stop()`` takes the same one again.
+    ``api_key``: asked of every caller; needed, here or in the database, on an address that is not loopback.
+    """
+
+    def __init__(
+        self,
+        db: str | Path | None = None,
+        port: int = 0,
+        *,
+        host: str = "127.0.0.1",
+        api_key: str | None = None,
+    ) -> None:
+        self.host = host
+        self.port = port
+        self._temporary = tempfile.mkdtemp(prefix="mcp-profile-") if db is None else None
+        self._db = database_url(f"{self._temporary}/profile.sqlite" if db is None else db)
+        self._api_key = api_key
+        self._server: uvicorn.Server | None = None
+        self._thread: threading.Thread | None = None
+        self._store: Store | None = None
+
+    @property
+    def url(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}"
+
+    @property
+    def store(self) -> Store:
+        """The database of a server that runs."""
+        if self._store is None:
+            raise RuntimeError("the Profile API is not running; call start()")
+        return self._store
+
+    def start(self) -> Self:
+        """Open the database and answer requests; returns when it does."""
+        if self._server is not None:
+            return self
+        listener = listen(self.host, self.port)
+        self.port = listener.getsockname()[1]
+        try:
+            self._server, self._store = build(self._db, self.host, self._api_key)
+        except BaseException:
+            listener.close()
+            raise
+        self._thread = threading.Thread(
+            target=self._server.run, args=([listener],), name="mcp-profile", daemon=True
+        )
+        self._thread.start()
+        deadline = time.monotonic() + _START_S
+        while not self._server.started:
+            if not self._thread.is_alive() or time.monotonic() > deadline:
+                self.stop()
+                raise RuntimeError(f"the Profile API did not start on {self.url} within {_START_S:.0f} s")
+            time.sleep(0.005)
+        return self
+
+    def stop(self) -> None:
+        """Stop answering; the database stays. Idempotent."""
+        server, thread, store = self._server, self._thread, self._store
+        self._server = self._thread = self._store = None
+        if server is not None and thread is not None and store is not None:
+            server.should_exit = True
+            thread.join(_START_S)
+            store.close()
+
+    def close(self) -> None:
+        """Stop for good; a temporary database is deleted."""
+        self.stop()
+        if self._temporary is not None:
+            shutil.rmtree(self._temporary, ignore_errors=True)
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def build(
+    db: str, host: str, api_key: str | None, *, log_level: str = "warning"
+) -> tuple[uvicorn.Server, Store]:
+    """A server that is ready to run on a listening socket.
+
+    ``ValueError`` if it would be open to the network.
+    """
+    store = Store(db)
+    access = Access(store, master=api_key)
+    if not is_loopback(host) and access.is_open():
+        store.close()
+        raise ValueError(
+            f"refusing to serve {host} without a key: anybody who can reach it could read and write. "
+            "Make one with `mcp-profile keys create`, set MCP_PROFILE_API_KEY, or serve 127.0.0.1"
+        )
+    config = uvicorn.Config(
+        create_app(store, Profiles(store), access),
+        log_level=log_level,
+        lifespan="off",
+        server_header=False,
+        timeout_graceful_shutdown=2,
+    )
+    return uvicorn.Server(config), store
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket; bound here so that port 0 is known before anything starts."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(2048)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def database_url(db: str | Path) -> str:
+    """``db`` as a SQLAlchemy URL; what is none is the path of an SQLite file."""
+    text = str(db)
+    return text if "://" in text else f"sqlite:///{text}"

@@ -1,0 +1,239 @@
+"""The database: opens it, takes batches in once each, and answers what can be read from it without mining."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+import sqlalchemy as sa
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.engine import Connection, Engine
+
+from mcp_client.errors import listed
+
+from .ingest import COLUMNS, Batch
+from .schema import applications, batches, clients, events, hourly, metadata
+from .sessions import LOST
+
+DEFAULT_APP = 1
+
+
+class Store:
+    """One database, by SQLAlchemy URL (``sqlite:///path``, ``postgresql+psycopg://…``).
+
+    Safe to share between threads.
+    """
+
+    def __init__(self, url: str, *, clock: Callable[[], float] = time.time) -> None:
+        self.url = sa.make_url(url)
+        self.clock = clock
+        self.is_sqlite = self.url.get_backend_name() == "sqlite"
+        self._writing = threading.Lock()
+        self._engine = self._connect()
+        # Not an expression of SQLAlchemy: its executemany costs 10 µs an event, three times the rest.
+        columns = ("app", "client", *COLUMNS)
+        mark = "?" if self.is_sqlite else "%s"
+        self._insert_events = (
+            f"INSERT INTO events ({', '.join(columns)}) VALUES ({', '.join([mark] * len(columns))})"
+        )
+        metadata.create_all(self._engine)
+        with self.write() as db:
+            db.execute(
+                self.insert(applications).values(id=DEFAULT_APP, name="default").on_conflict_do_nothing()
+            )
+
+    def close(self) -> None:
+        self._engine.dispose()
+
+    def ping(self) -> None:
+        """Raise ``sqlalchemy.exc.OperationalError`` if the database does not answer."""
+        with self.read() as db:
+            db.execute(sa.text("SELECT 1"))
+
+    @contextlib.contextmanager
+    def read(self) -> Iterator[Connection]:
+        with self._engine.connect() as db:
+            yield db
+
+    @contextlib.contextmanager
+    def write(self) -> Iterator[Connection]:
+        """A transaction. SQLite has one writer: taking turns here is cheaper than finding out there."""
+        with self._writing if self.is_sqlite else contextlib.nullcontext():
+            options = {"mcp_begin": "BEGIN IMMEDIATE"}
+            with self._engine.connect().execution_options(**options) as db, db.begin():
+                yield db
+
+    def insert(self, table: sa.Table) -> Any:
+        """An INSERT that knows ``on_conflict_do_…`` (SQLite's and PostgreSQL's are spelled alike)."""
+        return (sqlite if self.is_sqlite else postgresql).insert(table)
+
+    def ingest(self, app: int, batch: Batch) -> tuple[int, int, list[tuple[int, str]]]:
+        """Store a batch: how many events are accepted, how many were here before, and which are rejected.
+
+        The batch's id and its events are one transaction: of two that come at once, one counts.
+        """
+        now = self.clock()
+        rejected = orjson.dumps(batch.rejected).decode() if batch.rejected else ""
+        with self.write() as db:
+            client = self._client(db, app, batch, now)
+            entry = {
+                "app": app,
+                "batch_id": batch.id,
+                "client": client,
+                "received_at": now,
+                "events": len(batch.rows),
+                "rejected": rejected,
+            }
+            if db.execute(self.insert(batches).values(entry).on_conflict_do_nothing()).rowcount == 0:
+                found = db.execute(
+                    sa.select(batches.c.events, batches.c.rejected).where(
+                        batches.c.app == app, batches.c.batch_id == batch.id
+                    )
+                ).one()
+                return 0, int(found.events), [tuple(bad) for bad in orjson.loads(found.rejected or "[]")]
+            if batch.rows:
+                db.exec_driver_sql(self._insert_events, [(app, client, *row) for row in batch.rows])
+                self._count(db, app, batch)
+        return len(batch.rows), 0, batch.rejected
+
+    def application(self, name: str) -> int:
+        """The id of an application; ``LookupError`` if there is none of that name."""
+        with self.read() as db:
+            found = db.execute(sa.select(applications.c.id).where(applications.c.name == name)).scalar()
+            if found is None:
+                names = db.execute(sa.select(applications.c.name).order_by(applications.c.id)).scalars().all()
+                raise LookupError(f"no application {name!r}; there is {listed(names)}")
+        return int(found)
+
+    def last_event(self, app: int) -> int:
+        """The id of the application's newest event, 0 if there is none."""
+        newest = sa.select(events.c.id).where(events.c.app == app).order_by(events.c.id.desc()).limit(1)
+        with self.read() as db:
+            return int(db.execute(newest).scalar() or 0)
+
+    def stats(self, app: int) -> dict[str, Any]:
+        """Totals, and the same by source and by hour."""
+        h = hourly.c
+        sums = [sa.func.sum(h.events), sa.func.sum(h.latency_ms), sa.func.sum(h.bytes)]
+        with self.read() as db:
+            by_hour = db.execute(
+                sa.select(h.hour, h.source, h.outcome, *sums)
+                .where(h.app == app)
+                .group_by(h.hour, h.source, h.outcome)
+                .order_by(h.hour)
+            ).all()
+            clients_seen = db.execute(sa.select(sa.func.count()).where(clients.c.app == app)).scalar_one()
+            batch_count = db.execute(sa.select(sa.func.count()).where(batches.c.app == app)).scalar_one()
+        sources: dict[str, list[float]] = {}
+        outcomes: dict[str, int] = {}
+        hours: dict[int, dict[str, int]] = {}
+        stored = 0
+        for hour, source, outcome, n, latency, nbytes in by_hour:
+            stored += n
+            if outcome:
+                outcomes[outcome] = outcomes.get(outcome, 0) + n
+            if outcome in LOST:
+                continue  # the fate of a prefetch, no request
+            total = sources.setdefault(source, [0, 0.0, 0])
+            total[0] += n
+            total[1] += latency
+            total[2] += nbytes
+            hours.setdefault(hour, {})[source] = hours.setdefault(hour, {}).get(source, 0) + n
+        demanded = sum(int(n) for n, _, _ in sources.values())
+        near = sum(int(sources[name][0]) for name in ("cache", "prefetch", "stale") if name in sources)
+        issued = sum(outcomes.values())
+        return {
+            "events": stored,
+            "batches": batch_count,
+            "clients": clients_seen,
+            "demanded": demanded,
+            "hit_ratio": near / demanded if demanded else 0.0,
+            "sources": {
+                name: {"events": int(n), "mean_latency_ms": latency / n, "bytes": int(nbytes)}
+                for name, (n, latency, nbytes) in sorted(sources.items())
+            },
+            "prefetch": {
+                "outcomes": outcomes,
+                "precision": outcomes.get("used", 0) / issued if issued else 0.0,
+                "overfetch": issued / demanded if demanded else 0.0,
+            },
+            "hours": [
+                {"hour": hour * 3600, "sources": by_source} for hour, by_source in sorted(hours.items())
+            ],
+        }
+
+    def _client(self, db: Connection, app: int, batch: Batch, now: float) -> int:
+        statement = self.insert(clients).values(
+            app=app, client_id=batch.client_id, sdk=batch.sdk, first_seen=now, last_seen=now
+        )
+        statement = statement.on_conflict_do_update(
+            index_elements=["app", "client_id"], set_={"last_seen": now, "sdk": batch.sdk}
+        ).returning(clients.c.id)
+        return int(db.execute(statement).scalar_one())
+
+    def _count(self, db: Connection, app: int, batch: Batch) -> None:
+        groups: dict[tuple[int, str, str], list[float]] = {}
+        for _, t, _, _, _, _, _, source, latency_ms, nbytes, _, outcome in batch.rows:
+            total = groups.setdefault((int(t // 3600), source, outcome), [0, 0.0, 0])
+            total[0] += 1
+            total[1] += latency_ms
+            total[2] += nbytes
+        statement = self.insert(hourly)
+        added = statement.excluded
+        statement = statement.on_conflict_do_update(
+            index_elements=["app", "hour", "source", "outcome"],
+            set_={
+                "events": hourly.c.events + added.events,
+                "latency_ms": hourly.c.latency_ms + added.latency_ms,
+                "bytes": hourly.c.bytes + added.bytes,
+            },
+        )
+        db.execute(
+            statement,
+            [
+                {
+                    "app": app,
+                    "hour": hour,
+                    "source": source,
+                    "outcome": outcome,
+                    "events": n,
+                    "latency_ms": latency,
+                    "bytes": nbytes,
+                }
+                for (hour, source, outcome), (n, latency, nbytes) in sorted(groups.items())
+            ],
+        )
+
+    def _connect(self) -> Engine:
+        if not self.is_sqlite:
+            return sa.create_engine(self.url, pool_pre_ping=True)
+        name = self.url.database
+        if name and name != ":memory:":
+            file = Path(name)
+            file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            os.close(os.open(file, os.O_RDWR | os.O_CREAT, 0o600))  # SQLite gives WAL and index the same mode
+        engine = sa.create_engine(self.url, connect_args={"timeout": 30.0})
+        sa.event.listen(engine, "connect", _set_up_sqlite)
+        sa.event.listen(engine, "begin", _begin_sqlite)
+        return engine
+
+
+def _set_up_sqlite(connection: Any, _: Any) -> None:
+    connection.isolation_level = None  # BEGIN is ours to say, see _begin_sqlite
+    connection.execute("PRAGMA journal_mode=WAL")
+    # A 202 is a promise that outlives a power cut: the client deletes its copy. One sync for each batch, not
+    # for each event.
+    connection.execute("PRAGMA synchronous=FULL")
+    connection.execute("PRAGMA cache_size=-65536")
+
+
+def _begin_sqlite(connection: Connection) -> None:
+    # A transaction that reads first and then writes can't wait for another writer; one that says at once what
+    # it wants can.
+    connection.exec_driver_sql(connection.get_execution_options().get("mcp_begin", "BEGIN"))
