@@ -1,0 +1,107 @@
+"""The routes of the Open Inference Protocol v2 (PROTOCOL.md section 2), as far as they mean something for
+ONNX models."""
+
+from __future__ import annotations
+
+import asyncio
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from mcp_client.errors import ProtocolError, ServerError
+from mcp_client.protocols import oip_http
+from mcp_client.protocols.json_tensors import dumps, loads_object
+
+from .http_bodies import json_answer, lower_headers, read_body, service_of
+from .service import Parsed
+
+SERVER_NAME = "mcp-server"
+SERVER_VERSION = "2026"
+
+
+async def oip_infer(request: Request) -> Response:
+    body, headers = await read_body(request), lower_headers(request)
+    model, version = _asked(request)
+
+    def parse() -> Parsed:
+        incoming = oip_http.parse_infer(body, headers, model=model, version=version)
+        return Parsed(incoming.request, lambda answer: oip_http.format_infer(answer, incoming))
+
+    reply = await service_of(request).infer("oip", headers, parse)
+    return Response(reply.body, headers=reply.headers)
+
+
+async def oip_server(request: Request) -> Response:
+    return json_answer(oip_http.format_server(SERVER_NAME, SERVER_VERSION))
+
+
+async def oip_live(request: Request) -> Response:
+    return json_answer(b'{"live":true}')
+
+
+async def oip_ready(request: Request) -> Response:
+    if not service_of(request).models.ready():
+        raise ServerError.of(503, "no model is ready", code="not_ready")
+    return json_answer(b'{"ready":true}')
+
+
+async def oip_model(request: Request) -> Response:
+    metadata = service_of(request).models.describe(*_asked(request))
+    return json_answer(oip_http.format_metadata(metadata), {"X-Model-Digest": metadata.digest})
+
+
+async def oip_model_ready(request: Request) -> Response:
+    metadata = service_of(request).models.describe(*_asked(request))
+    return json_answer(dumps({"name": metadata.name, "ready": True}))
+
+
+async def oip_model_stats(request: Request) -> Response:
+    service = service_of(request)
+    name, version = _asked(request)
+    versions = [version] if version else service.models.describe(name).versions
+    stats = [service.metrics.statistics(name, service.models.get(name, v).metadata.version) for v in versions]
+    return json_answer(dumps({"model_stats": stats}))
+
+
+async def oip_index(request: Request) -> Response:
+    body = await read_body(request)
+    try:
+        only_ready = loads_object(body, "the body").get("ready") is True if body.strip() else False
+    except ProtocolError as error:
+        raise ServerError.of(400, error.message, code="malformed_request") from error
+    entries = service_of(request).models.index()
+    return json_answer(oip_http.format_index(e for e in entries if e.state == "READY" or not only_ready))
+
+
+async def oip_load(request: Request) -> Response:
+    name = request.path_params["m"]
+    models = service_of(request).models
+    await asyncio.get_running_loop().run_in_executor(None, models.load, name)
+    models.get(name)  # raises why it could not be loaded
+    return json_answer(b"{}")
+
+
+async def oip_unload(request: Request) -> Response:
+    service_of(request).models.unload(request.path_params["m"])
+    return json_answer(b"{}")
+
+
+def _asked(request: Request) -> tuple[str, str]:
+    return request.path_params["m"], request.path_params.get("v", "")
+
+
+_MODEL = "/v2/models/{m}"
+_VERSION = "/v2/models/{m}/versions/{v}"
+ROUTES = [
+    Route("/v2", oip_server),
+    Route("/v2/health/live", oip_live),
+    Route("/v2/health/ready", oip_ready),
+    *(Route(path, oip_model) for path in (_MODEL, _VERSION)),
+    *(Route(f"{path}/ready", oip_model_ready) for path in (_MODEL, _VERSION)),
+    *(Route(f"{path}/stats", oip_model_stats) for path in (_MODEL, _VERSION)),
+    *(Route(f"{path}/infer", oip_infer, methods=["POST"]) for path in (_MODEL, _VERSION)),
+    Route("/v2/repository/index", oip_index, methods=["POST"]),
+    Route("/v2/repository/models/{m}/load", oip_load, methods=["POST"]),
+    Route("/v2/repository/models/{m}/unload", oip_unload, methods=["POST"]),
+]
