@@ -29,11 +29,11 @@ log = logging.getLogger("mcp_client.telemetry")
 FORMAT = 1
 # A server may limit bodies; well under what ours takes (16 MiB), and a 413 splits the batch anyway.
 _MAX_BATCH_BYTES = 4 * 1024 * 1024
-# Rows per transaction: keeps the WAL, which comes on top of the file, small.
-ROWS_PER_WRITE = 2000
 _PAGE = 4096
 # What SQLite needs for a row beside its body: header, rowid, cell pointer, and the page's own share.
 _ROW_OVERHEAD = 24
+
+_DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta(name TEXT PRIMARY KEY, value TEXT NOT NULL);
@@ -62,7 +62,8 @@ class Spool:
 
     def __init__(self, file: Path | None, max_bytes: int) -> None:
         self.file = file
-        self._wal_pages = max(16, min(256, max_bytes // 16 // _PAGE))
+        self._wal_pages = max(16, min(256, max_bytes // 16 // _PAGE))  # 64 KiB to 1 MiB
+        self.write_bytes = self._wal_pages * _PAGE  # at most at once, for the sum to hold
         self._max_bytes = max_bytes - 2 * self._wal_pages * _PAGE if file else max_bytes
         self._connection: sqlite3.Connection | None = None
         self._client_id = ""
@@ -76,12 +77,12 @@ class Spool:
             return self._client_id
 
     def add(self, bodies: Sequence[bytes]) -> int:
-        """Store events (``ROWS_PER_WRITE`` at most), all or none;
+        """Store events, all or none; returns how many older ones had to go to make room.
 
-        returns how many older ones had to go to make room.
+        More than ``write_bytes`` at once would let the WAL grow beyond its share.
         """
         with _guard, self._transaction() as db:
-            dropped = self._make_room(db, sum(map(len, bodies)) + _ROW_OVERHEAD * len(bodies))
+            dropped = self._make_room(db, len(bodies), sum(map(len, bodies)) + _ROW_OVERHEAD * len(bodies))
             db.executemany("INSERT INTO events(body) VALUES (?)", [(body,) for body in bodies])
         return dropped
 
@@ -138,15 +139,28 @@ class Spool:
         """Give pages that are free back to the file system, after days offline have emptied."""
         with _guard:
             db = self._open()
-            if self._pages(db, "freelist_count") > 4 * self._wal_pages:
-                db.execute("PRAGMA incremental_vacuum").fetchall()
-                db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+            if self._pages(db, "freelist_count") > self._wal_pages:
+                # As a script: it frees a page for each step, and execute() makes one step.
+                db.executescript("PRAGMA incremental_vacuum; PRAGMA wal_checkpoint(TRUNCATE);")
 
     @contextlib.contextmanager
     def uploading(self) -> Iterator[bool]:
         """Whether this process is the one to upload now; see ``install.exclusive``."""
         with exclusive(self.file.with_suffix(".lock") if self.file else None) as mine:
             yield mine
+
+    def set_aside(self, error: Exception) -> bool:
+        """Whether ``error`` says that the file is damaged; it is then renamed, and a new one begun."""
+        if self.file is None or getattr(error, "sqlite_errorcode", None) not in _DAMAGED:
+            return False
+        with _guard:
+            self._release()
+            aside = self.file.with_suffix(".damaged")
+            os.replace(self.file, aside)
+            for suffix in ("-wal", "-shm"):
+                self.file.with_name(self.file.name + suffix).unlink(missing_ok=True)
+        log.warning("the telemetry spool was damaged (%s) and is set aside as %s", error, aside)
+        return True
 
     def close(self) -> None:
         with _guard:
@@ -223,14 +237,12 @@ class Spool:
         db.execute("INSERT INTO batches(id, first, last) VALUES (?, ?, ?)", row)
         return row
 
-    def _make_room(self, db: sqlite3.Connection, needed: int) -> int:
+    def _make_room(self, db: sqlite3.Connection, rows: int, needed: int) -> int:
         dropped = 0
         while (
             self._pages(db, "page_count") - self._pages(db, "freelist_count")
         ) * _PAGE + needed > self._max_bytes:
-            row = db.execute(
-                "SELECT seq FROM events ORDER BY seq LIMIT 1 OFFSET ?", (ROWS_PER_WRITE // 2,)
-            ).fetchone()
+            row = db.execute("SELECT seq FROM events ORDER BY seq LIMIT 1 OFFSET ?", (rows,)).fetchone()
             row = row or db.execute("SELECT max(seq) FROM events").fetchone()
             if row[0] is None:
                 break

@@ -26,9 +26,9 @@ from blake3 import blake3
 from ..config import Telemetry, state_dir
 from ..errors import AuthenticationError, MCPError, ServerError
 from .api import Counts, ProfileAPI, deliver
-from .events import Encoder, Raw
+from .events import MAX_EVENT_BYTES, Encoder, Raw
 from .install import KEY_BYTES, install_key
-from .spool import FORMAT, ROWS_PER_WRITE, Spool
+from .spool import FORMAT, Spool
 
 __all__ = ["ProfileAPI", "TelemetryPipe", "TelemetryStats"]
 
@@ -265,7 +265,8 @@ class TelemetryPipe:
             return
         try:
             ring = self._ring
-            for _ in range(0, len(ring), ROWS_PER_WRITE):
+            end = self._drained + len(ring)  # and not: until it is empty, which may be never
+            while ring and self._drained < end:
                 self._store(self._encoded(ring))
         except Exception:
             log.exception("telemetry could not be spooled")  # a bug: told, and kept away from the application
@@ -276,11 +277,12 @@ class TelemetryPipe:
             self._wake_uploader.put(None)
 
     def _encoded(self, ring: deque[Raw]) -> list[bytes]:
-        """Take up to ``ROWS_PER_WRITE`` events off the ring, as JSON."""
+        """Take events off the ring, as JSON, as many as the spool takes at once."""
         if self._encoder is None:
             self._encoder = Encoder(self._key(), sample=self._config.sample, redact=self._config.redact)
         bodies: list[bytes] = []
-        while ring and len(bodies) < ROWS_PER_WRITE:
+        size = 0
+        while ring and size < self._disk.write_bytes - MAX_EVENT_BYTES:
             raw = ring.popleft()
             self._drained += 1
             self._highest = max(self._highest, raw[0])
@@ -301,6 +303,7 @@ class TelemetryPipe:
                 self._left_out += 1
             else:
                 bodies.append(body)
+                size += len(body)
         return bodies
 
     def _store(self, bodies: list[bytes]) -> None:
@@ -323,6 +326,8 @@ class TelemetryPipe:
         try:
             went = self._disk.add(bodies)
         except (sqlite3.Error, OSError) as error:
+            if self._disk.set_aside(error):
+                return self._add(bodies)
             if not self._disk_down_until:
                 log.warning(
                     "telemetry can't be written to %s and stays in memory: %s", self._directory, error
