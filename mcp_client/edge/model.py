@@ -1,0 +1,366 @@
+"""One ONNX model, loaded: the only place where ONNX Runtime is called, at the edge and in ``mcp-server``
+alike.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from ..errors import (
+    ConfigurationError,
+    EdgeError,
+    IntegrityError,
+    InvalidInputError,
+    MissingExtraError,
+    listed,
+)
+from ..tensors import Array, ModelMetadata, TensorSpec, datatype_of, dtype_of
+from .onnx_file import ranks_known
+
+_DATATYPES = {
+    "tensor(bool)": "BOOL",
+    "tensor(uint8)": "UINT8",
+    "tensor(uint16)": "UINT16",
+    "tensor(uint32)": "UINT32",
+    "tensor(uint64)": "UINT64",
+    "tensor(int8)": "INT8",
+    "tensor(int16)": "INT16",
+    "tensor(int32)": "INT32",
+    "tensor(int64)": "INT64",
+    "tensor(float16)": "FP16",
+    "tensor(float)": "FP32",
+    "tensor(double)": "FP64",
+    "tensor(bfloat16)": "BF16",
+    "tensor(string)": "BYTES",
+}
+_PROVIDERS = {
+    "cpu": "CPUExecutionProvider",
+    "cuda": "CUDAExecutionProvider",
+    "tensorrt": "TensorrtExecutionProvider",
+    "rocm": "MIGraphXExecutionProvider",
+    "openvino": "OpenVINOExecutionProvider",
+    "coreml": "CoreMLExecutionProvider",
+}
+_ONNX_BFLOAT16 = 16  # TensorProto.DataType
+
+
+class OnnxModel:
+    """An ONNX file run by ONNX Runtime; safe to share between threads, and usable in a forked child.
+
+    ``device``: ``cpu``, or one with its number: ``cuda:0``. ``threads``: for one call (default: the CPUs this
+    process may use). ``digest``: ``sha256:…`` of the file if the caller has just checked it, so that it is
+    not read twice. Raises ``MissingExtraError`` without onnxruntime, ``EdgeError`` if the file is no model
+    that tensors can be passed to, ``ConfigurationError`` for a device that is not there.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        name: str = "",
+        version: str = "",
+        device: str = "cpu",
+        threads: int | None = None,
+        digest: str = "",
+    ) -> None:
+        self.path = Path(path)
+        self._device = device
+        self._threads = threads
+        if not self.path.is_file():
+            raise EdgeError(f"there is no model file {self.path}")
+        stamp = file_stamp(self.path)
+        digest = digest or file_digest(self.path)
+        self._session: Any = self._open()
+        if file_stamp(self.path) != stamp:
+            raise IntegrityError(
+                f"{self.path} changed while it was loaded; replace a model with a rename, not in place"
+            )
+        inputs = self._specs(self._session.get_inputs(), "input")
+        outputs = self._specs(self._session.get_outputs(), "output")
+        self.metadata = ModelMetadata(
+            name=name or self.path.stem,
+            inputs=inputs,
+            outputs=outputs,
+            version=version,
+            versions=(version,) if version else (),
+            platform="onnxruntime_onnx",
+            digest=digest,
+        )
+        self._inputs = tuple((spec.name, dtype_of(spec.datatype)) for spec in inputs)
+        self._names = tuple(spec.name for spec in outputs)
+        self._strings = any(spec.datatype == "BYTES" for spec in (*inputs, *outputs))
+        self._bfloat16 = any(spec.datatype == "BF16" for spec in (*inputs, *outputs))
+        _LIVE.add(self)
+
+    def run(self, inputs: Mapping[str, Array], outputs: Sequence[str] = ()) -> dict[str, Array]:
+        """Name → read-only array of each output asked for, in that order (``()``: all, in the model's order).
+
+        ``inputs`` must have the model's names and exact datatypes (``tensors.as_inputs`` makes them so).
+        Raises ``InvalidInputError`` if they do not fit the model, ``EdgeError`` if the model itself failed on
+        them.
+        """
+        if len(inputs) != len(self._inputs):
+            raise self._misfit(inputs, outputs)
+        for name, dtype in self._inputs:
+            array = inputs.get(name)
+            # an exact check: ONNX Runtime reads a big-endian array as if it were little-endian
+            if array is None or (array.dtype is not dtype and array.dtype != dtype and dtype.kind != "O"):
+                raise self._misfit(inputs, outputs)
+        names = list(outputs or self._names)
+        try:
+            if self._bfloat16:
+                arrays = self._run_values(names, inputs)
+            elif self._strings:
+                arrays = self._run_strings(names, inputs)
+            else:
+                arrays = (self._session or self._reopen()).run(names, inputs)
+        except (EdgeError, InvalidInputError):
+            raise
+        except Exception as error:  # onnxruntime's exceptions share no base of their own
+            raise self._explained(error, inputs, outputs) from error
+        for array in arrays:
+            array.setflags(write=False)
+        return dict(zip(names, arrays, strict=True))
+
+    def warm(self) -> None:
+        """Run once on zeros, so that the first caller does not pay for what ONNX Runtime does late.
+
+        Free sizes are taken as 1. An error is no fault of the model: zeros may be no valid input for it.
+        """
+        feed = {}
+        for spec in self.metadata.inputs:
+            shape = tuple(1 if size < 0 else size for size in spec.shape or ())
+            zeros = np.zeros(shape, dtype_of(spec.datatype))
+            if spec.datatype == "BYTES":
+                zeros[...] = b""
+            feed[spec.name] = zeros
+        try:
+            self.run(feed)
+        except (EdgeError, InvalidInputError):
+            return
+
+    # --- loading --------------------------------------------------------------------------------------------
+
+    def _open(self) -> Any:
+        try:
+            import onnxruntime as ort
+        except ImportError as error:
+            raise MissingExtraError("edge", "onnxruntime", "running ONNX models") from error
+        options = ort.SessionOptions()
+        options.log_severity_level = 4  # every error is raised; no need to print it as well
+        options.intra_op_num_threads = self._threads or usable_cpus()
+        options.inter_op_num_threads = 1
+        provider, settings = _provider(self._device, ort.get_available_providers())
+        providers: list[Any] = [(provider, settings)] if settings else [provider]
+        if provider != _PROVIDERS["cpu"]:
+            providers.append(_PROVIDERS["cpu"])
+        try:
+            session = ort.InferenceSession(str(self.path), options, providers=providers)
+        except Exception as error:  # onnxruntime's exceptions share no base of their own
+            raise EdgeError(f"{self.path} can't be loaded: {_words(error)}") from error
+        if provider not in session.get_providers():
+            raise ConfigurationError(
+                f"device {self._device!r}: {provider} is installed but did not start "
+                "(a driver or library is missing); use device='cpu', or see ONNX Runtime's log above"
+            )
+        return session
+
+    def _specs(self, nodes: Sequence[Any], what: str) -> tuple[TensorSpec, ...]:
+        known = ranks_known(self.path) if any(not node.shape for node in nodes) else {}
+        specs = []
+        for node in nodes:
+            datatype = _DATATYPES.get(node.type)
+            if datatype is None:
+                raise EdgeError(
+                    f"{self.path}: {what} {node.name!r} is a {node.type}, which no protocol can carry; "
+                    f"export the model with tensors of {', '.join(_DATATYPES.values())}"
+                )
+            shape = tuple(size if isinstance(size, int) and size >= 0 else -1 for size in node.shape)
+            specs.append(
+                TensorSpec(node.name, datatype, shape if node.shape or known.get(node.name) else None)
+            )
+        return tuple(specs)
+
+    def _reopen(self) -> Any:
+        # After fork: two threads may both come here; both sessions are good, and the one that is not kept is
+        # freed.
+        if file_digest(self.path) != self.metadata.digest:
+            raise IntegrityError(
+                f"{self.path} has changed since model {self.metadata.name!r} was loaded before the fork"
+            )
+        session = self._open()
+        self._session = session
+        return session
+
+    # --- the two kinds of tensors that ONNX Runtime's numpy calls can't take as they are --------------------
+
+    def _run_strings(self, names: list[str], inputs: Mapping[str, Array]) -> list[Array]:
+        feed = {
+            name: _decoded(array, name) if array.dtype.kind in "OSUT" else array
+            for name, array in inputs.items()
+        }
+        arrays = (self._session or self._reopen()).run(names, feed)
+        return [_encoded(array) if array.dtype.kind == "O" else array for array in arrays]
+
+    def _run_values(self, names: list[str], inputs: Mapping[str, Array]) -> list[Array]:
+        from onnxruntime import OrtValue
+
+        feed = {}
+        for name, array in inputs.items():
+            if array.dtype == ml_dtypes.bfloat16:
+                bits = np.ascontiguousarray(array).reshape(array.shape).view(np.uint16)
+                feed[name] = OrtValue.ortvalue_from_numpy_with_onnx_type(bits, _ONNX_BFLOAT16)
+            elif array.dtype.kind in "OSUT":
+                feed[name] = OrtValue.ortvalue_from_numpy(_decoded(array, name))
+            else:
+                feed[name] = OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array).reshape(array.shape))
+        values = (self._session or self._reopen()).run_with_ort_values(names, feed)
+        return [_from_value(value) for value in values]
+
+    # --- what went wrong ------------------------------------------------------------------------------------
+
+    def _misfit(self, inputs: Mapping[str, Array], outputs: Sequence[str]) -> InvalidInputError:
+        found = self._find_misfit(inputs, outputs)
+        assert found is not None
+        return found
+
+    def _explained(
+        self, error: Exception, inputs: Mapping[str, Array], outputs: Sequence[str]
+    ) -> InvalidInputError | EdgeError:
+        misfit = self._find_misfit(inputs, outputs)
+        return misfit or EdgeError(f"model {self.metadata.name!r} failed: {_words(error)}")
+
+    def _find_misfit(self, inputs: Mapping[str, Array], outputs: Sequence[str]) -> InvalidInputError | None:
+        """Why a call can't fit this model; looked for only when it failed, so that a good call does not pay
+        for it.
+        """
+        model = f"model {self.metadata.name!r}"
+        specs = {spec.name: spec for spec in self.metadata.inputs}
+        if inputs.keys() != specs.keys():
+            return InvalidInputError(
+                f"{model} takes inputs {listed(list(specs))}; got {listed(list(inputs))}"
+            )
+        for name, spec in specs.items():
+            array = inputs[name]
+            if datatype_of(array) != spec.datatype or array.dtype.byteorder == ">":
+                return InvalidInputError(f"{model}: input {spec} came as {array.dtype}")
+            fits = spec.shape is None or (
+                len(spec.shape) == array.ndim
+                and all(wanted in (-1, came) for wanted, came in zip(spec.shape, array.shape, strict=True))
+            )
+            if not fits:
+                return InvalidInputError(f"{model}: input {spec} came with shape {list(array.shape)}")
+        unknown = [name for name in outputs if name not in self._names]
+        if unknown:
+            return InvalidInputError(
+                f"{model} has outputs {listed(self._names)}; asked for {listed(unknown)}"
+            )
+        return None
+
+
+def usable_cpus() -> int:
+    """CPUs that this process may run on (its affinity), at least 1."""
+    try:
+        return len(os.sched_getaffinity(0)) or 1
+    except AttributeError:  # macOS and Windows have no affinity to ask for
+        return os.cpu_count() or 1
+
+
+def file_digest(path: Path) -> str:
+    """``sha256:…`` of a file."""
+    try:
+        with path.open("rb") as file:
+            return "sha256:" + hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise EdgeError(f"{path} can't be read: {error}") from error
+
+
+Stamp = tuple[int, int, int]
+
+
+def file_stamp(path: Path) -> Stamp:
+    """What changes when a file does: modification time in ns, size, inode."""
+    try:
+        found = path.stat()
+    except OSError as error:
+        raise EdgeError(f"{path} can't be read: {error}") from error
+    return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+def _provider(device: str, there: Sequence[str]) -> tuple[str, dict[str, str]]:
+    kind, _, number = device.partition(":")
+    provider = _PROVIDERS.get(kind)
+    if provider is None or (number and not number.isdecimal()):
+        raise ConfigurationError(
+            f"device {device!r}; expected one of {listed(list(_PROVIDERS))}, "
+            "with a number where there are several: cuda:0"
+        )
+    if provider not in there:
+        raise ConfigurationError(
+            f"device {device!r} needs ONNX Runtime's {provider}, and this build has {listed(there)}; "
+            "install the build for your device (for example onnxruntime-gpu) or use device='cpu'"
+        )
+    return provider, {"device_id": number} if number else {}
+
+
+def _decoded(array: Array, name: str) -> Array:
+    """Our BYTES (objects of ``bytes``) as ONNX Runtime's strings (objects of ``str``)."""
+    result = np.empty(array.size, dtype=object)
+    for index, item in enumerate(array.reshape(-1).tolist()):
+        try:
+            result[index] = item.decode("utf-8") if isinstance(item, bytes) else item
+        except UnicodeDecodeError as error:
+            raise InvalidInputError(
+                f"input {name!r}, element {index}: ONNX Runtime takes only UTF-8 text as BYTES; "
+                f"got {item[:20]!r} ({error.reason})"
+            ) from None
+    return result.reshape(array.shape)
+
+
+def _encoded(array: Array) -> Array:
+    result = np.empty(array.size, dtype=object)
+    for index, item in enumerate(array.reshape(-1).tolist()):
+        result[index] = item.encode("utf-8")
+    result.setflags(write=False)
+    return result.reshape(array.shape)
+
+
+def _from_value(value: Any) -> Array:
+    if value.data_type() != "tensor(bfloat16)":
+        array: Array = value.numpy()
+        return _encoded(array) if array.dtype.kind == "O" else array
+    # ONNX Runtime has no numpy type for it: its bytes are copied from where they lie
+    shape = value.shape()
+    raw = ctypes.string_at(value.data_ptr(), 2 * int(np.prod(shape, dtype=np.int64)))
+    return np.frombuffer(raw, ml_dtypes.bfloat16).reshape(shape)
+
+
+def _words(error: Exception) -> str:
+    """ONNX Runtime's message without its own prefix ``[ONNXRuntimeError] : 2 : INVALID_ARGUMENT :``."""
+    return (
+        str(error).split(" : ", 3)[-1].strip() if str(error).startswith("[ONNXRuntimeError]") else str(error)
+    )
+
+
+# A session's threads do not exist in a forked child: running it would wait for them, and so would freeing it.
+_LIVE: weakref.WeakSet[OnnxModel] = weakref.WeakSet()
+_LEFT_BEHIND: list[Any] = []
+
+
+def _after_fork_in_child() -> None:
+    for model in list(_LIVE):
+        _LEFT_BEHIND.append(model._session)
+        model._session = None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,0 +1,238 @@
+"""The models of a repository, ready to run: loaded when first asked for, swapped while in use when a file
+changes.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+
+from ..errors import ClientClosedError, EdgeError
+from ..request import Request
+from ..result import Answer
+from ..tensors import ModelMetadata
+from .model import OnnxModel
+from .repository import ModelFile, ModelRepository
+
+__all__ = ["EdgeRuntime", "OnnxModel"]
+
+log = logging.getLogger("mcp_client.edge")
+
+
+@dataclass(slots=True, eq=False)
+class _Slot:
+    """One (model, version) as callers ask for it. ``model`` is what they run now; it is replaced in one
+    assignment.
+
+    ``renewing`` is held by the one who loads. ``seen`` is what the folder was like at the last look, whether
+    the load then went well or not: what could not be loaded is tried again only when it changes.
+    """
+
+    renewing: threading.Lock = field(default_factory=threading.Lock)
+    model: OnnxModel | None = None
+    seen: Hashable = None
+    looked_at: float = 0.0
+
+
+class EdgeRuntime:
+    """Runs the models of a folder; safe to share between threads, usable in a forked child.
+
+    A newer version, or a changed file, is noticed by a call within ``check_s`` seconds: it is loaded and
+    warmed in the background while calls go on with the old one, then switched to; the old one is freed when
+    its last caller lets go. One that can't be loaded is reported in the log, and the old one stays.
+    ``device`` and ``threads`` as in ``OnnxModel``.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str] | ModelRepository,
+        *,
+        device: str = "cpu",
+        threads: int | None = None,
+        check_s: float = 1.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.repository = root if isinstance(root, ModelRepository) else ModelRepository(root)
+        self._device = device
+        self._threads = threads
+        self._check_s = check_s
+        self._clock = clock
+        self._closed = False
+        self._slots: dict[tuple[str, str], _Slot] = {}  # single operations on a dict are atomic
+        # One session per file, however callers name it; ``_opening`` has a lock per (model, version) and is
+        # never shrunk: its names are folders that exist.
+        self._open: weakref.WeakValueDictionary[ModelFile, OnnxModel] = weakref.WeakValueDictionary()
+        self._opening: dict[tuple[str, str], threading.Lock] = {}
+        _LIVE.add(self)
+
+    def models(self) -> list[str]:
+        """The ids of the models in the folder."""
+        return self.repository.models()
+
+    def metadata(self, model: str = "", version: str = "") -> ModelMetadata:
+        """What a model takes and gives; loads it if need be. Raises ``EdgeError`` if there is none such."""
+        return self._model(model, version).metadata
+
+    def run(self, request: Request) -> Answer:
+        """Answer a request here. ``model`` "" is the only one, ``version`` "" the newest that can be loaded.
+
+        Raises ``EdgeError`` if there is no such model or it fails, ``InvalidInputError`` if the inputs do not
+        fit it.
+        """
+        model = self._model(request.model, request.version)
+        found = model.metadata
+        return Answer.of(
+            model.run(request.inputs, request.outputs),
+            model=found.name,
+            version=found.version,
+            id=request.id,
+            digest=found.digest,
+        )
+
+    def refresh(self) -> None:
+        """Look at the folder now and switch to what is new or changed in it before returning (as after a
+        sync).
+        """
+        for (name, version), slot in list(self._slots.items()):
+            with slot.renewing:
+                self._renew(slot, name, version)
+
+    def close(self) -> None:
+        """Let go of all models. Calls that are running end normally; later ones raise
+        ``ClientClosedError``.
+        """
+        self._closed = True
+        for slot in list(self._slots.values()):
+            with slot.renewing:
+                slot.model = None
+        self._slots.clear()
+
+    # --- which model a caller gets --------------------------------------------------------------------------
+
+    def _model(self, name: str, version: str) -> OnnxModel:
+        slot = self._slots.get((name, version))
+        model = slot.model if slot is not None else None
+        if slot is None or model is None:
+            return self._first(name, version)
+        if self._clock() - slot.looked_at >= self._check_s:
+            self._look(slot, name, version)
+        return model
+
+    def _first(self, name: str, version: str) -> OnnxModel:
+        slot = self._slots.setdefault((name, version), _Slot())
+        with slot.renewing:
+            try:
+                if self._closed:
+                    raise ClientClosedError("the edge was closed")
+                if slot.model is None:
+                    slot.looked_at = self._clock()
+                    slot.seen = self._sight(name, version)
+                    slot.model = self._load(name, version)
+                return slot.model
+            finally:
+                if slot.model is None:  # names that callers made up must not pile up
+                    self._slots.pop((name, version), None)
+
+    def _look(self, slot: _Slot, name: str, version: str) -> None:
+        """Start a background load if the folder changed. One caller looks, the others go on."""
+        if not slot.renewing.acquire(blocking=False):
+            return
+        handed_over = False
+        try:
+            slot.looked_at = self._clock()
+            if self._sight(name, version) != slot.seen:
+                threading.Thread(
+                    target=self._renew_and_release,
+                    args=(slot, name, version),
+                    name="mcp-edge-swap",
+                    daemon=True,
+                ).start()
+                handed_over = True
+        finally:
+            if not handed_over:
+                slot.renewing.release()
+
+    def _renew_and_release(self, slot: _Slot, name: str, version: str) -> None:
+        try:
+            self._renew(slot, name, version)
+        finally:
+            slot.renewing.release()
+
+    def _renew(self, slot: _Slot, name: str, version: str) -> None:
+        """Load what the folder has now, beside the model in use, and switch to it. ``slot.renewing`` is
+        held.
+        """
+        sight = self._sight(name, version)
+        if sight == slot.seen or slot.model is None or self._closed:
+            return
+        slot.seen = sight
+        try:
+            slot.model = self._load(name, version)
+        except EdgeError as error:
+            log.warning("edge: version %s of %r stays in use: %s", slot.model.metadata.version, name, error)
+
+    def _sight(self, name: str, version: str) -> Hashable:
+        """What the folder looks like to this slot; it is equal as long as there is nothing new to load."""
+        try:
+            return self.repository.sight(name, version)
+        except EdgeError as error:
+            return str(error)
+
+    # --- loading --------------------------------------------------------------------------------------------
+
+    def _load(self, name: str, version: str) -> OnnxModel:
+        """The newest version that can be loaded; where the caller named a version, that one."""
+        repository = self.repository
+        name = name or repository.only()
+        failures: list[EdgeError] = []
+        for candidate in [version] if version else repository.versions(name)[::-1] or [""]:
+            try:
+                model = self._opened(repository.resolve(name, candidate))
+            except EdgeError as error:
+                failures.append(error)
+                continue
+            for failure in failures:
+                log.warning(
+                    "edge: version %s of %r is used, as a newer one can't be: %s", candidate, name, failure
+                )
+            return model
+        raise failures[0]
+
+    def _opened(self, file: ModelFile) -> OnnxModel:
+        with self._opening.setdefault((file.model, file.version), threading.Lock()):
+            model = self._open.get(file)
+            if model is None:
+                model = OnnxModel(
+                    file.path,
+                    name=file.model,
+                    version=file.version,
+                    digest=file.digest,
+                    device=self._device,
+                    threads=self._threads,
+                )
+                model.warm()
+                self._open[file] = model
+            return model
+
+    def _after_fork_in_child(self) -> None:
+        """Locks may be held by threads that the child does not have."""
+        self._opening = {}
+        for slot in self._slots.values():
+            slot.renewing = threading.Lock()
+
+
+_LIVE: weakref.WeakSet[EdgeRuntime] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    for runtime in list(_LIVE):
+        runtime._after_fork_in_child()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
