@@ -5,38 +5,49 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
-from mcp_client.errors import ServerError
+from mcp_client.edge.model import file_stamp
+from mcp_client.errors import EdgeError, ServerError, listed
 
-from .models import Loaded, stamp_of
+from .models import Loaded
 
 
-def file_answer(request: Request, loaded: Loaded) -> Response:
+def file_answer(request: Request, loaded: Loaded, part: str) -> Response:
     """The file as it was loaded, whole, in part (206, 416) or not at all (304); 409 where it has changed
-    since."""
+    since.
+
+    ``part`` "" is the model itself; else one of the files it refers to (external data), by its name.
+    """
+    metadata = loaded.metadata
+    file = loaded.files.get(part or loaded.model.path.name)
+    if file is None:
+        raise ServerError.of(
+            404,
+            f"model {metadata.name!r} has no file {part!r}; it has {listed(list(loaded.files))}",
+            code="file_not_found",
+        )
     try:
-        changed = stamp_of(loaded.path) != loaded.stamp
-    except FileNotFoundError:
+        changed = file_stamp(file.path) != file.stamp
+    except EdgeError:
         changed = True
-    name = loaded.metadata.name
     if changed:
         raise ServerError.of(
             409,
-            f"the file of model {name!r} changed on disk after it was loaded; "
-            f"POST /v2/repository/models/{name}/load serves the new one",
+            f"the file {file.path.name!r} of model {metadata.name!r} changed on disk after it was loaded; "
+            f"POST /v2/repository/models/{metadata.name}/load serves the new one",
             code="model_changed",
         )
-    etag = f'"{loaded.metadata.digest.removeprefix("sha256:")}"'
+    etag = f'"{file.digest.removeprefix("sha256:")}"'
     headers = {
         "ETag": etag,
-        "X-Model-Id": name,
-        "X-Model-Version": loaded.metadata.version,
-        "X-Model-Digest": loaded.metadata.digest,
+        "X-Model-Id": metadata.name,
+        "X-Model-Version": metadata.version,
+        "X-Model-Digest": metadata.digest,
         "Cache-Control": "no-cache",
     }
     if _matches(request.headers.get("if-none-match", ""), etag):
         return Response(status_code=304, headers=headers)
     return FileResponse(
-        loaded.path, headers=headers, media_type="application/octet-stream", stat_result=loaded.path.stat()
+        file.path, headers=headers, media_type="application/octet-stream", stat_result=file.path.stat()
     )
 
 

@@ -3,38 +3,39 @@ on request."""
 
 from __future__ import annotations
 
-import hashlib
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
-from mcp_client.errors import ConfigurationError, MCPError, ServerError, listed
+from mcp_client.edge.model import OnnxModel, Stamp, file_digest, file_stamp
+from mcp_client.edge.onnx_file import external_files
+from mcp_client.edge.repository import ModelRepository, inside, version_order
+from mcp_client.errors import ConfigurationError, EdgeError, ServerError, listed
 from mcp_client.protocols.oip_http import IndexEntry
-from mcp_client.tensors import Array, ModelMetadata
-
-PLATFORM = "onnxruntime_onnx"
+from mcp_client.tensors import ModelMetadata
 
 
-class Runnable(Protocol):
-    """What runs a model; safe to call from several threads. ``mcp_client.edge.runtime.OnnxModel`` is one."""
+@dataclass(frozen=True, slots=True)
+class ServedFile:
+    """A file that may be downloaded. ``stamp`` tells whether it is still the one that was loaded."""
 
-    @property
-    def metadata(self) -> ModelMetadata: ...
-    def run(self, inputs: Mapping[str, Array], outputs: tuple[str, ...] = ()) -> dict[str, Array]: ...
+    path: Path
+    digest: str
+    stamp: Stamp
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """One version of a model, ready to run. ``stamp`` tells whether the file is still the one that was
-    loaded."""
+    """One version of a model, ready to run. ``files``: the model's and its external data's, by name."""
 
-    metadata: ModelMetadata
-    path: Path
-    stamp: tuple[int, int, int]
-    runnable: Runnable
+    model: OnnxModel
+    files: Mapping[str, ServedFile]
+
+    @property
+    def metadata(self) -> ModelMetadata:
+        return self.model.metadata
 
 
 class Models:
@@ -46,63 +47,53 @@ class Models:
     the index.
     """
 
-    def __init__(self, root: str | os.PathLike[str], load: Callable[[Path], Runnable]) -> None:
-        self._root = Path(root)
-        self._load = load
-        self._lock = threading.Lock()  # guards the three below; every change is made by replacing values
-        self._found: dict[str, dict[str, Path]] = {}
+    def __init__(self, root: str | os.PathLike[str], *, device: str = "cpu") -> None:
+        self._repository = ModelRepository.open(root)
+        self._device = device
+        # Guards the three below. Every change replaces values, so that readers may keep what they got.
+        self._lock = threading.Lock()
+        self._found: dict[str, list[str]] = {}
         self._loaded: dict[str, dict[str, Loaded]] = {}
         self._reasons: dict[tuple[str, str], str] = {}
-        self._found = self._find()
-        if not self._found:
+        names = self._repository.models()
+        if not names:
             raise ConfigurationError(
-                f"{self._root} holds no model; expected a .onnx file, a folder of them, or a folder of "
-                "ID/VERSION/model.onnx"
+                f"{self._repository.root} holds no model; "
+                "expected a .onnx file, a folder of them, or a folder of ID/VERSION/model.onnx"
             )
-        for name in self._found:
+        for name in names:
             self.load(name)
-        if self._root.is_file() and self._reasons:
-            raise ConfigurationError(f"{self._root} can't be served: {next(iter(self._reasons.values()))}")
-
-    def _find(self) -> dict[str, dict[str, Path]]:
-        if self._root.is_file():
-            return {self._root.stem: {"1": self._root}}
-        if not self._root.is_dir():
-            raise ConfigurationError(
-                f"{self._root} does not exist; expected a .onnx file or a folder of models"
-            )
-        found: dict[str, dict[str, Path]] = {
-            path.stem: {"1": path} for path in sorted(self._root.glob("*.onnx"))
-        }
-        for path in sorted(self._root.glob("*/*/model.onnx")):
-            found.setdefault(path.parts[-3], {})[path.parts[-2]] = path
-        return found
+        if self._repository.root.is_file() and self._reasons:
+            raise ConfigurationError(next(iter(self._reasons.values())))
 
     def load(self, name: str) -> None:
         """Load (again) every version of a model that is on disk now, and serve the new ones in place of the
         old."""
-        found = self._find()
-        if name not in found:
-            raise _no_such_model(name, list(found))
+        versions = self._repository.versions(name)
+        if not versions:
+            raise _no_such_model(name, self._repository.models())
         loaded: dict[str, Loaded] = {}
         reasons: dict[tuple[str, str], str] = {}
-        for version, path in found[name].items():
+        for version in versions:
             try:
-                loaded[version] = self._load_one(name, version, path)
-            except (MCPError, OSError) as error:
-                reasons[name, version] = str(error)
+                loaded[version] = self._load_one(name, version)
+            except EdgeError as error:
+                reasons[name, version] = error.message
         with self._lock:
-            self._found[name] = found[name]
+            self._found[name] = versions
             self._loaded[name] = loaded
             self._reasons = {key: why for key, why in self._reasons.items() if key[0] != name} | reasons
 
-    def _load_one(self, name: str, version: str, path: Path) -> Loaded:
-        stamp = stamp_of(path)
-        with path.open("rb") as file:
-            digest = f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
-        runnable = self._load(path)
-        metadata = replace(runnable.metadata, name=name, version=version, platform=PLATFORM, digest=digest)
-        return Loaded(metadata, path, stamp, runnable)
+    def _load_one(self, name: str, version: str) -> Loaded:
+        file = self._repository.resolve(name, version)
+        stamp = file_stamp(file.path)
+        model = OnnxModel(file.path, name=name, version=version, device=self._device, digest=file.digest)
+        model.warm()
+        files = {file.path.name: ServedFile(file.path, file.digest, stamp)}
+        for part in external_files(file.path):
+            beside = inside(file.path.parent, part)
+            files[part] = ServedFile(beside, file_digest(beside), file_stamp(beside))
+        return Loaded(model, files)
 
     def unload(self, name: str) -> None:
         """Serve a model no more until it is loaded again; calls that run now end as usual."""
@@ -129,7 +120,7 @@ class Models:
             if not versions and not version:
                 why = next((why for key, why in self._reasons.items() if key[0] == name), "not loaded")
                 raise ServerError.of(503, f"model {name!r} is not available: {why}", code="model_unavailable")
-            chosen = version or max(versions, key=_by_number)
+            chosen = version or max(versions, key=version_order)
             if chosen in versions:
                 return versions[chosen]
             if chosen in self._found[name]:
@@ -139,17 +130,22 @@ class Models:
                     f"version {chosen!r} of model {name!r} is not available: {why}",
                     code="model_unavailable",
                 )
-            there = listed(sorted(self._found[name], key=_by_number))
+            there = listed(self._found[name])
             raise ServerError.of(
                 404, f"model {name!r} has no version {chosen!r}; it has {there}", code="version_not_found"
             )
 
     def describe(self, name: str, version: str = "") -> ModelMetadata:
-        """A model's metadata with the versions that are ready now."""
-        metadata = self.get(name, version).metadata
+        """A model's metadata with the versions that are ready now, and its files (in ``extra``)."""
+        loaded = self.get(name, version)
+        metadata = loaded.metadata
         with self._lock:
-            ready = tuple(sorted(self._loaded[metadata.name], key=_by_number))
-        return replace(metadata, versions=ready)
+            ready = tuple(sorted(self._loaded[metadata.name], key=version_order))
+        files = [
+            {"name": name, "digest": file.digest, "size": file.stamp[1]}
+            for name, file in loaded.files.items()
+        ]
+        return replace(metadata, versions=ready, extra={"files": files})
 
     def ready(self) -> list[str]:
         """The ids of the models that have a version ready to run."""
@@ -166,18 +162,8 @@ class Models:
                     name, version, "UNAVAILABLE", self._reasons.get((name, version), "not loaded")
                 )
                 for name, versions in sorted(self._found.items())
-                for version in sorted(versions, key=_by_number)
+                for version in versions
             ]
-
-
-def stamp_of(path: Path) -> tuple[int, int, int]:
-    """What changes when a file does: inode, size and modification time."""
-    stat = path.stat()
-    return stat.st_ino, stat.st_size, stat.st_mtime_ns
-
-
-def _by_number(version: str) -> tuple[int, str]:
-    return (int(version), "") if version.isascii() and version.isdigit() else (-1, version)
 
 
 def _no_such_model(name: str, there: list[str]) -> ServerError:

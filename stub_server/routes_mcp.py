@@ -56,7 +56,8 @@ async def mcp_model(request: Request) -> Response:
 
 
 async def mcp_model_file(request: Request) -> Response:
-    return file_answer(request, service_of(request).models.get(*_asked(request)))
+    loaded = service_of(request).models.get(*_asked(request))
+    return file_answer(request, loaded, request.query_params.get("name", ""))
 
 
 def _asked(request: Request) -> tuple[str, str]:

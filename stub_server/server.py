@@ -18,7 +18,6 @@ from .app import make_app
 from .faults import Faults
 from .metrics import Metrics
 from .models import Models
-from .runtime import loader
 from .service import Service
 
 MAX_BODY_BYTES = 256 * 2**20
@@ -93,7 +92,7 @@ class StubServer:
         threads: int | None = None,
     ) -> None:
         self.faults = Faults(latency_ms, error_rate, seed)
-        self.models = Models(model_path, loader(device))
+        self.models = Models(model_path, device=device)
         self.metrics = Metrics()
         self._cache_control = cache_control
         self._max_body_bytes = max_body_bytes

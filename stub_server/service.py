@@ -158,7 +158,7 @@ def _deadline(arrived: float, timeout_ms: float | None) -> float:
 def _compute(loaded: Loaded, request: Request) -> tuple[float, Answer]:
     started = time.monotonic()
     try:
-        outputs = loaded.runnable.run(request.inputs, request.outputs)
+        outputs = loaded.model.run(request.inputs, request.outputs)
     except InvalidInputError as error:
         raise ServerError.of(400, error.message, code="invalid_input") from error
     except MCPError as error:

@@ -1,0 +1,143 @@
+"""Responses and requests cut short, padded or with flipped bits: an answer or one of our errors, nothing
+else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mcp_client.errors import ProtocolError, ServerError
+from mcp_client.protocols import WireResponse, mcp_v1, oip_http
+from mcp_client.protocols.mcp_v1 import McpV1Codec
+from mcp_client.protocols.oip_http import OipHttpCodec
+from mcp_client.request import Request
+from mcp_client.result import Answer
+from mcp_client.tensors import ModelMetadata, TensorSpec
+
+OUTPUTS = {
+    "floats": np.array([[1.5, np.nan, -0.0]], np.float32),
+    "ints": np.array([2**53 + 1, -1], np.int64),
+    "text": np.array([b"a\0", b"", b"\xff"], object),
+    "empty": np.zeros((0, 3), np.float64),
+    "scalar": np.array(True),
+}
+REQUEST = Request("m", OUTPUTS, id="r1")
+METADATA = ModelMetadata(
+    "m", (TensorSpec("x", "FP32", (-1, 3)),), (TensorSpec("y", "FP32", None),), "1", ("1",)
+)
+_HEADERS, _PARTS = oip_http.format_infer(
+    Answer.of(OUTPUTS, model="m", version="1", id="r1"), oip_http.Incoming(REQUEST, True, {})
+)
+OIP_HEADERS = {name.lower(): value for name, value in _HEADERS.items()}
+OIP_WIRE = OipHttpCodec().infer(REQUEST, None)
+OIP_REQUEST_HEADERS = {name.lower(): value for name, value in OIP_WIRE.headers.items()}
+
+Reader = Callable[[bytes], object]
+READERS: dict[str, tuple[bytes, Reader]] = {
+    "mcp answer": (
+        mcp_v1.format_infer(Answer.of(OUTPUTS, model="m", version="1", id="r1"), short=False),
+        lambda body: McpV1Codec().decode_infer(WireResponse(200, {}, body), REQUEST),
+    ),
+    "mcp request": (
+        b"".join(McpV1Codec().infer(REQUEST, None).body),
+        lambda body: mcp_v1.parse_infer(body, {}),
+    ),
+    "mcp metadata": (
+        mcp_v1.format_metadata(METADATA),
+        lambda body: McpV1Codec().decode_metadata(WireResponse(200, {}, body)),
+    ),
+    "oip answer": (
+        b"".join(_PARTS),
+        lambda body: OipHttpCodec().decode_infer(WireResponse(200, OIP_HEADERS, body), REQUEST),
+    ),
+    "oip request": (
+        b"".join(OIP_WIRE.body),
+        lambda body: oip_http.parse_infer(body, OIP_REQUEST_HEADERS, model="m", version=""),
+    ),
+    "oip metadata": (
+        oip_http.format_metadata(METADATA),
+        lambda body: OipHttpCodec().decode_metadata(WireResponse(200, {}, body)),
+    ),
+    "oip index": (
+        oip_http.format_index([oip_http.IndexEntry("m", "1", "READY")]),
+        lambda body: OipHttpCodec().decode_models(WireResponse(200, {}, body)),
+    ),
+}
+
+
+@st.composite
+def mutated(draw: st.DrawFn, body: bytes) -> bytes:
+    """A few mutations in a row: cut, pad, flip a bit, replace a byte by one that means something to JSON,
+    swap a number."""
+    for _ in range(draw(st.integers(1, 4))):
+        at = draw(st.integers(0, max(0, len(body) - 1)))
+        kind = draw(st.sampled_from(["cut", "pad", "flip", "token", "number", "double"]))
+        if kind == "cut":
+            body = body[:at]
+        elif kind == "pad":
+            body += draw(st.binary(min_size=1, max_size=8))
+        elif kind == "flip" and body:
+            body = body[:at] + bytes([body[at] ^ 1 << draw(st.integers(0, 7))]) + body[at + 1 :]
+        elif kind == "token" and body:
+            token = draw(
+                st.sampled_from([b"null", b"[", b"]", b"{}", b'"', b"-1", b"true", b"NaN", b"1e999", b","])
+            )
+            body = body[:at] + token + body[at + draw(st.integers(0, 3)) :]
+        elif kind == "number":
+            digits = [i for i, byte in enumerate(body) if 48 <= byte <= 57]
+            if digits:
+                at = draw(st.sampled_from(digits))
+                number = draw(
+                    st.sampled_from(
+                        [b"0", b"9223372036854775808", b"4294967296", b"-7", b"1.5", b"99999999999999999999"]
+                    )
+                )
+                body = body[:at] + number + body[at + 1 :]
+        else:
+            body = body[:at] + body[at : at + 20] + body[at:]
+    return body
+
+
+@pytest.mark.parametrize("what", READERS)
+def test_the_unharmed_body_is_read(what: str) -> None:
+    body, read = READERS[what]
+    read(body)
+
+
+@pytest.mark.parametrize("what", READERS)
+@settings(max_examples=400, deadline=None)
+@given(data=st.data())
+def test_a_harmed_body_gives_an_answer_or_one_of_our_errors(what: str, data: st.DataObject) -> None:
+    body, read = READERS[what]
+    try:
+        read(data.draw(mutated(body)))
+    except (ProtocolError, ServerError):
+        return
+
+
+@pytest.mark.parametrize("what", READERS)
+def test_every_truncation_is_noticed(what: str) -> None:
+    body, read = READERS[what]
+    for end in range(len(body)):
+        with pytest.raises((ProtocolError, ServerError)):
+            read(body[:end])
+
+
+def test_every_padding_of_a_binary_answer_is_noticed() -> None:
+    body, read = READERS["oip answer"]
+    with pytest.raises(ProtocolError, match="left over"):
+        read(body + b"\0")
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(max_size=25))
+def test_any_header_length_is_survived(length: str) -> None:
+    headers = {"inference-header-content-length": length}
+    try:
+        OipHttpCodec().decode_infer(WireResponse(200, headers, READERS["oip answer"][0]), REQUEST)
+    except ProtocolError:
+        return
