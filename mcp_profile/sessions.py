@@ -1,7 +1,8 @@
-"""Sessions in SQL: steps in order, cut into visits, each seen with the steps before it; for engines that count all at once.
+"""Sessions in SQL: steps in order, cut into visits, each seen with those before it, for bulk engines.
 
-Plain SQL (WITH, LAG, SUM OVER, GROUP BY), its few numbers written in, so that SQLite, PostgreSQL, DuckDB and Spark run the
-same text over a relation like ``schema.events``. mining.py counts the same, incrementally; a test holds them equal.
+Plain SQL (WITH, LAG, SUM OVER, GROUP BY), its few numbers written in, so that SQLite, PostgreSQL, DuckDB and
+Spark run the same text over a relation like ``schema.events``. mining.py counts the same, incrementally; a
+test holds them equal.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ IDLE_S = 1800
 def grams(app: int, order: int = 4, *, relation: str = "events") -> str:
     """Every step with up to ``order`` steps of its visit before it, counted.
 
-    Columns: path and route of the step (``s0``, ``r0``), of the one before (``s1``, ``r1``; NULL before the visit began) and
-    so on back to ``s<order>``; then ``n``, how often.
+    Columns: path and route of the step (``s0``, ``r0``), of the one before (``s1``, ``r1``; NULL before the
+    visit began) and so on back to ``s<order>``; then ``n``, how often.
     """
     columns = ", ".join(f"s{back}, r{back}" for back in range(order + 1))
     lags = ", ".join(
@@ -24,7 +25,8 @@ def grams(app: int, order: int = 4, *, relation: str = "events") -> str:
         for back in range(1, order + 1)
     )
     lost = ", ".join(f"'{outcome}'" for outcome in LOST)
-    # By id and not by time: clocks jump. The clock only says whether a session paused; ``visit`` counts its pauses up.
+    # By id and not by time: clocks jump. The clock only says whether a session paused; ``visit`` counts its
+    # pauses up.
     return f"""
         WITH gaps AS (
           SELECT session, id, path, route, t - LAG(t) OVER (PARTITION BY session ORDER BY id) AS gap
@@ -33,11 +35,12 @@ def grams(app: int, order: int = 4, *, relation: str = "events") -> str:
         ),
         visits AS (
           SELECT session, id, path, route,
-                 SUM(CASE WHEN gap > {IDLE_S} THEN 1 ELSE 0 END) OVER (PARTITION BY session ORDER BY id) AS visit
+                 SUM(CASE WHEN gap > {IDLE_S} THEN 1 ELSE 0 END)
+                   OVER (PARTITION BY session ORDER BY id) AS visit
           FROM gaps
         ),
         seen AS (
           SELECT path AS s0, route AS r0, {lags} FROM visits
           WINDOW v AS (PARTITION BY session, visit ORDER BY id)
         )
-        SELECT {columns}, COUNT(*) AS n FROM seen GROUP BY {columns}"""  # noqa: S608 - a relation's name and integers
+        SELECT {columns}, COUNT(*) AS n FROM seen GROUP BY {columns}"""
