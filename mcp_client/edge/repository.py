@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeGuard
 
 from ..errors import EdgeError, IntegrityError, listed
 from .model import Stamp, file_digest, file_stamp
@@ -14,6 +16,8 @@ from .model import Stamp, file_digest, file_stamp
 MODEL_FILE = "model.onnx"
 DIGEST_FILE = "model.onnx.sha256"
 PLAIN_VERSION = "1"  # of a model that is a single file: {id}.onnx
+_PINNED = ".pinned"  # files in a model's folder that hold a version; no version's name starts with a dot
+_FOLLOWED = ".server"
 _MAX_NAME_BYTES = 128  # a file name may have 255; this leaves room for suffixes
 _FORBIDDEN = frozenset('/\\:*?"<>|')  # separators, and what Windows takes for something else
 _HEX_DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -72,8 +76,21 @@ class ModelRepository:
             )
         return sorted(found, key=version_order)
 
+    def candidates(self, model: str) -> list[str]:
+        """The versions of a model in the order in which they are to be tried: the one that counts, then
+        newest first.
+
+        The one that counts is the pinned one, else the one that the server ran at the last sync, else the
+        newest.
+        """
+        versions = self.versions(model)[::-1]
+        for chosen in (self.pinned(model), self.followed(model)):
+            if chosen in versions:
+                return [chosen, *(version for version in versions if version != chosen)]
+        return versions
+
     def resolve(self, model: str = "", version: str = "") -> ModelFile:
-        """The file of a model, verified: "" is the only model, and its newest version.
+        """The file of a model, verified: "" is the only model, and the version that counts.
 
         Raises ``EdgeError`` if there is none such, ``IntegrityError`` if the file is not what its ``.sha256``
         says.
@@ -88,7 +105,7 @@ class ModelRepository:
         """
         model = model or self.only()
         found: list[object] = []
-        for each in [version] if version else self.versions(model):
+        for each in [version] if version else self.candidates(model):
             path, name = self._find(model, each)
             sums = path.with_name(path.name + ".sha256")
             found.append((name, path, file_stamp(path), file_stamp(sums) if sums.is_file() else None))
@@ -111,6 +128,62 @@ class ModelRepository:
             if fault is not None:
                 raise EdgeError(f"{what} {name[:200]!r} can't name a folder here: {fault}")
         return self.root / model / version
+
+    # --- which version counts -------------------------------------------------------------------------------
+
+    def pinned(self, model: str) -> str:
+        """The version that was pinned, or ""."""
+        return self._note(model, _PINNED)
+
+    def pin(self, model: str, version: str) -> None:
+        """Use this version, whatever else is here or comes, until ``unpin``. Raises ``EdgeError`` if it
+        isn't here.
+        """
+        self._find(model, version)
+        self._write_note(model, _PINNED, version)
+
+    def unpin(self, model: str) -> None:
+        """Use the server's or the newest version again."""
+        self._write_note(model, _PINNED, "")
+
+    def followed(self, model: str) -> str:
+        """The version that the server ran at the last sync, or "" if there was none."""
+        return self._note(model, _FOLLOWED)
+
+    def follow(self, model: str, version: str) -> None:
+        """Take note of the version that the server runs: it may have gone back to an older one."""
+        if self.followed(model) != version:
+            self._write_note(model, _FOLLOWED, version)
+
+    def rollback(self, model: str) -> str:
+        """Pin the version before the one that counts, and return it. Raises ``EdgeError`` if there is
+        none before it.
+        """
+        versions = self.versions(model)
+        current = self.resolve(model).version
+        at = versions.index(current)
+        if at == 0:
+            raise EdgeError(
+                f"there is no version of {model!r} before {current!r} in {self.root}; it has {listed(versions)}"
+            )
+        self.pin(model, versions[at - 1])
+        return versions[at - 1]
+
+    def _note(self, model: str, name: str) -> str:
+        try:
+            return (self.root / model / name).read_text("utf-8").strip()
+        except (OSError, UnicodeDecodeError, ValueError):
+            return ""  # none, or damaged: then the newest counts, which is always safe
+
+    def _write_note(self, model: str, name: str, version: str) -> None:
+        note = self.folder(model, version or "1").with_name(name)
+        if not version:
+            note.unlink(missing_ok=True)
+            return
+        note.parent.mkdir(mode=0o700, exist_ok=True)
+        fresh = note.with_name(f"{name}.{os.getpid()}.{threading.get_ident()}")
+        fresh.write_text(version + "\n", "utf-8")
+        fresh.replace(note)
 
     # --- finding --------------------------------------------------------------------------------------------
 
@@ -144,7 +217,7 @@ class ModelRepository:
             raise EdgeError(
                 f"model {model!r} has no version {version[:200]!r} in {self.root}; it has {listed(versions)}"
             )
-        version = version or versions[-1]
+        version = version or self.candidates(model)[0]
         path = self.root / model / version / MODEL_FILE
         if version == PLAIN_VERSION and not path.is_file():
             path = self._plain()[model]
@@ -208,6 +281,15 @@ def read_digests(path: Path) -> dict[str, str]:
     if path.name not in found:
         raise IntegrityError(f"{sums} says nothing of {path.name}; sync again, or write it with sha256sum")
     return found
+
+
+def is_digest(value: object) -> TypeGuard[str]:
+    """Whether a value from outside is ``sha256:`` and 64 hex digits."""
+    return (
+        isinstance(value, str)
+        and value.startswith("sha256:")
+        and _HEX_DIGEST.fullmatch(value[7:]) is not None
+    )
 
 
 def inside(folder: Path, name: str) -> Path:

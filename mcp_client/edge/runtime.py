@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
-from ..errors import ClientClosedError, EdgeError
+from ..errors import ClientClosedError, EdgeError, IntegrityError
 from ..request import Request
 from ..result import Answer
 from ..tensors import ModelMetadata
@@ -20,6 +20,8 @@ from .model import OnnxModel
 from .repository import ModelFile, ModelRepository
 
 __all__ = ["EdgeRuntime", "OnnxModel"]
+
+_LOADS = 3  # of a file that is replaced again while it is loaded
 
 log = logging.getLogger("mcp_client.edge")
 
@@ -79,7 +81,8 @@ class EdgeRuntime:
         return self._model(model, version).metadata
 
     def run(self, request: Request) -> Answer:
-        """Answer a request here. ``model`` "" is the only one, ``version`` "" the newest that can be loaded.
+        """Answer a request here. ``model`` "" is the only one, ``version`` "" the one that counts
+        (``ModelRepository.candidates``).
 
         Raises ``EdgeError`` if there is no such model or it fails, ``InvalidInputError`` if the inputs do not
         fit it.
@@ -186,13 +189,13 @@ class EdgeRuntime:
     # --- loading --------------------------------------------------------------------------------------------
 
     def _load(self, name: str, version: str) -> OnnxModel:
-        """The newest version that can be loaded; where the caller named a version, that one."""
+        """The first candidate that can be loaded; where the caller named a version, that one."""
         repository = self.repository
         name = name or repository.only()
         failures: list[EdgeError] = []
-        for candidate in [version] if version else repository.versions(name)[::-1] or [""]:
+        for candidate in [version] if version else repository.candidates(name) or [""]:
             try:
-                model = self._opened(repository.resolve(name, candidate))
+                model = self._opened(name, candidate)
             except EdgeError as error:
                 failures.append(error)
                 continue
@@ -203,21 +206,36 @@ class EdgeRuntime:
             return model
         raise failures[0]
 
-    def _opened(self, file: ModelFile) -> OnnxModel:
+    def _opened(self, name: str, version: str) -> OnnxModel:
+        file = self.repository.resolve(name, version)
         with self._opening.setdefault((file.model, file.version), threading.Lock()):
-            model = self._open.get(file)
-            if model is None:
-                model = OnnxModel(
-                    file.path,
-                    name=file.model,
-                    version=file.version,
-                    digest=file.digest,
-                    device=self._device,
-                    threads=self._threads,
-                )
+            for _ in range(_LOADS):
+                model = self._open.get(file)
+                if model is not None:
+                    return model
+                failure: EdgeError | None = None
+                try:
+                    model = OnnxModel(
+                        file.path,
+                        name=file.model,
+                        version=file.version,
+                        digest=file.digest,
+                        device=self._device,
+                        threads=self._threads,
+                    )
+                except EdgeError as error:
+                    failure = error
+                found = self.repository.resolve(name, version)
+                if found != file:
+                    file = found  # replaced while it was loaded: what was loaded may be neither the one nor the other
+                    continue
+                if model is None:
+                    assert failure is not None
+                    raise failure
                 model.warm()
                 self._open[file] = model
-            return model
+                return model
+            raise IntegrityError(f"{file.path} keeps changing; replace a model with a rename, not in place")
 
     def _after_fork_in_child(self) -> None:
         """Locks may be held by threads that the child does not have."""
