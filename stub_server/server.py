@@ -141,17 +141,22 @@ class StubServer:
             return self
         if self._reservation.fileno() == -1:
             self._reservation = bind(self._host, self._port)
-        service = Service(
-            self.models,
-            self.faults,
-            self.metrics,
-            threads=self._threads,
-            cache_control=self._cache_control,
-        )
         sockets = [bind(self._host, self._port)]
-        if self._uds is not None:
-            sockets.append(bind_unix(self._uds))
-        self._running = _Running(service, sockets, self._max_body_bytes)
+        try:
+            if self._uds is not None:
+                sockets.append(bind_unix(self._uds))
+            service = Service(
+                self.models,
+                self.faults,
+                self.metrics,
+                threads=self._threads,
+                cache_control=self._cache_control,
+            )
+            self._running = _Running(service, sockets, self._max_body_bytes)
+        except BaseException:
+            for sock in sockets:
+                sock.close()
+            raise
         return self
 
     def stop(self) -> None:
@@ -175,7 +180,11 @@ class StubServer:
         self._reservation.close()
 
     def __enter__(self) -> Self:
-        return self.start()
+        try:
+            return self.start()
+        except BaseException:
+            self.close()
+            raise
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

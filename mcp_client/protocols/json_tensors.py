@@ -82,17 +82,15 @@ def data_of(array: Array, *, what: str, b64: bool) -> Any:
     flat = np.ascontiguousarray(array).reshape(-1)
     if flat.dtype.kind in "biu":
         return flat
-    if (
-        flat.dtype.itemsize == 2
-    ):  # FP16 and BF16: every value is a float32, whose shortest decimal leads back to it
-        flat = flat.astype(np.float32)
+    if flat.dtype.itemsize == 2:
+        # FP16 and BF16: every value is a float32, whose shortest decimal leads back to it
+        with np.errstate(invalid="ignore"):  # a signalling NaN
+            flat = flat.astype(np.float32)
     finite = np.isfinite(flat)
     if not finite.all():
         words = {float("inf"): "Infinity", float("-inf"): "-Infinity"}
-        exact = flat.astype(np.float64)  # tolist() would do the same; a float32 is a double exactly
-        return [
-            x if ok else words.get(x, "NaN") for x, ok in zip(exact.tolist(), finite.tolist(), strict=True)
-        ]
+        values = zip(flat.tolist(), finite.tolist(), strict=True)
+        return [value if is_finite else words.get(value, "NaN") for value, is_finite in values]
     if flat.dtype.itemsize == 4 and ((flat.view(np.uint32) & np.uint32(0x7FFFFFFF)) == _DOUBLE_ROUNDED).any():
         return flat.astype(np.float64)
     return flat

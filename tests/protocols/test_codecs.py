@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.protocols.arrays import same_bits, same_numbers, tensors
 
 from mcp_client.errors import InvalidInputError, NotFoundError, ProtocolError, RequestRejectedError
 from mcp_client.protocols import WireRequest, WireResponse, mcp_v1, oip_http
@@ -18,6 +17,7 @@ from mcp_client.protocols.oip_http import OipHttpCodec
 from mcp_client.request import Request
 from mcp_client.result import Answer
 from mcp_client.tensors import DATATYPES, Array, ModelMetadata, TensorSpec
+from tests.protocols.arrays import same_bits, same_numbers, tensors
 
 NAMES = st.text(min_size=1, max_size=8).filter(lambda text: text.isprintable())
 INPUTS = st.dictionaries(NAMES, tensors(), min_size=1, max_size=3)

@@ -11,7 +11,6 @@ import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.protocols.arrays import same_numbers, tensors
 
 from mcp_client.errors import InvalidInputError, ProtocolError
 from mcp_client.protocols.json_tensors import (
@@ -25,6 +24,7 @@ from mcp_client.protocols.json_tensors import (
     tensor_to_json,
 )
 from mcp_client.tensors import DATATYPES, Array, datatype_of, dtype_of
+from tests.protocols.arrays import same_numbers, tensors
 
 
 def through_json(array: Array) -> Array:
