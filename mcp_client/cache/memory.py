@@ -12,7 +12,7 @@ answers when it has more than its share or has outlived a whole turnover of the 
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from dataclasses import dataclass
 
 from .. import config
@@ -21,14 +21,14 @@ from ..result import Answer
 from .lru_k import LRUK
 
 _AHEAD_SHARE = 0.25
+_MOST_NOTED = 256  # hits between two looks of the policy at most: enough to make the lock's cost vanish
 
 
 @dataclass(slots=True)
 class Entry:
-    """An answer in the cache. Times are seconds of the monotonic clock; ``nbytes`` is what its arrays truly
-    hold.
+    """An answer in the cache. Times are seconds of the monotonic clock.
 
-    ``prefetched`` is for the owner to clear at the first use.
+    ``nbytes`` is what its arrays truly hold; ``prefetched`` is for the owner to clear at the first use.
     """
 
     answer: Answer
@@ -43,8 +43,10 @@ Lost = tuple[bytes, Entry]
 
 @dataclass(frozen=True, slots=True)
 class CacheStats:
-    """What happened since the cache was made, and what it holds now. An expired entry that was asked for is a
-    miss too."""
+    """What happened since the cache was made, and what it holds now.
+
+    An entry that was asked for after it had expired counts as an expiration and as a miss.
+    """
 
     hits: int
     misses: int
@@ -55,8 +57,7 @@ class CacheStats:
 
 
 class MemoryCache:
-    """Answers by fingerprint. Safe to share between threads; every method takes the lock once, for
-    microseconds.
+    """Answers by fingerprint, safe to share between threads: a hit takes no lock, the rest one for microseconds.
 
     ``now`` is the time of the monotonic clock, in seconds.
     """
@@ -65,12 +66,13 @@ class MemoryCache:
         self._max_bytes = settings.max_bytes
         self._max_entries = settings.max_entries
         self._lock = threading.Lock()
-        # All below under the lock.
+        # Hits that the policy has not been told of: (key, time). Appended to without the lock.
+        self._noted: deque[tuple[bytes, float]] = deque()
+        # All below is changed under the lock only.
         self._entries: dict[bytes, Entry] = {}
         self._policy: LRUK[bytes] = LRUK(
             settings.k, correlated_s=settings.correlated_s, retained_s=settings.retained_s
         )
-        self._by_model: dict[str, set[bytes]] = {}
         # Prefetched and not asked for yet, oldest first: how many evictions there had been when it came.
         self._ahead: OrderedDict[bytes, int] = OrderedDict()
         self._ahead_bytes = 0
@@ -78,13 +80,25 @@ class MemoryCache:
         self._hits = self._misses = self._evictions = self._expirations = 0
 
     def get(self, key: bytes, now: float) -> Entry | None:
-        """The fresh entry for a key that is asked for, which counts as a reference; an expired one is
-        dropped."""
+        """The fresh entry for a key that is asked for, which counts as a reference; an expired one is dropped."""
+        entry = self._entries.get(key)
+        if entry is None or entry.expires_at <= now or key in self._ahead:
+            return self._get_under_lock(key, now)
+        # A hit takes no lock: the reference is noted here and told to the policy before that next has to decide.
+        noted = self._noted
+        noted.append((key, now))
+        if len(noted) >= _MOST_NOTED:
+            with self._lock:
+                self._tell_policy()
+        return entry
+
+    def _get_under_lock(self, key: bytes, now: float) -> Entry | None:
         with self._lock:
             entry = self._entries.get(key)
             if entry is None:
                 self._misses += 1
                 return None
+            self._tell_policy()
             if entry.expires_at <= now:
                 self._drop(key)
                 self._expirations += 1
@@ -96,7 +110,7 @@ class MemoryCache:
                 self._ahead_bytes -= entry.nbytes
                 self._policy.insert(key, now)
             else:
-                self._policy.record(key, now)
+                self._policy.record(((key, now),))
             return entry
 
     def peek(self, key: bytes, now: float) -> Entry | None:
@@ -105,8 +119,7 @@ class MemoryCache:
         return entry if entry is not None and entry.expires_at > now else None
 
     def put(self, key: bytes, entry: Entry, now: float, *, reference: bool = True) -> list[Lost]:
-        """Store an answer; returns what is not in the cache because of it: what was evicted, or the entry
-        itself.
+        """Store an answer; returns what is not in the cache because of it: the evicted, or the entry itself.
 
         The entry itself comes back if it is larger than the whole budget, or if it was prefetched
         (``reference=False``) and could only be kept in place of something that is more likely to be asked
@@ -114,13 +127,15 @@ class MemoryCache:
         """
         lost: list[Lost] = []
         with self._lock:
+            self._tell_policy()
             before = self._entries.get(key)
             if entry.nbytes > self._max_bytes:
                 if before is not None:
                     self._drop(key)
                 return [(key, entry)]
             if before is not None and not reference and key not in self._ahead:
-                self._replace(key, before, entry)
+                self._entries[key] = entry  # its place stays: whoever asked for it before counts on
+                self._bytes += entry.nbytes - before.nbytes
                 while self._bytes > self._max_bytes:
                     lost.append(self._evict(now))
                 return lost
@@ -135,7 +150,6 @@ class MemoryCache:
                     return [*lost, (key, entry)]
             self._entries[key] = entry
             self._bytes += entry.nbytes
-            self._index(key, entry)
             if reference:
                 self._policy.insert(key, now)
             else:
@@ -148,8 +162,13 @@ class MemoryCache:
         if (model is None) == (key is None):
             raise InvalidInputError("invalidate() takes model=… or key=…; clear() drops everything")
         with self._lock:
-            keys = {key} & self._entries.keys() if key is not None else self._by_model.get(model or "", set())
-            keys = set(keys)  # _drop changes the index
+            self._tell_policy()
+            if key is not None:
+                keys = [key] if key in self._entries else []
+            else:
+                # A scan, 0.1 s for a million entries: an index by model would cost every put more than all of
+                # these rare calls together.
+                keys = [each for each, entry in self._entries.items() if entry.answer.model == model]
             for each in keys:
                 self._drop(each)
         return len(keys)
@@ -157,14 +176,15 @@ class MemoryCache:
     def clear(self) -> None:
         """Drop every entry, and what is remembered of earlier ones. The counts in ``stats()`` go on."""
         with self._lock:
+            self._tell_policy()
             self._entries.clear()
-            self._by_model.clear()
             self._policy.clear()
             self._ahead.clear()
             self._bytes = self._ahead_bytes = 0
 
     def stats(self) -> CacheStats:
         with self._lock:
+            self._tell_policy()
             return CacheStats(
                 hits=self._hits,
                 misses=self._misses,
@@ -183,64 +203,58 @@ class MemoryCache:
 
     # --- under the lock ---
 
+    def _tell_policy(self) -> None:
+        """Pass on the hits that were noted since the last time."""
+        noted = self._noted
+        if noted:
+            # Other threads may add to it meanwhile: those are for the next time.
+            references = [noted.popleft() for _ in range(len(noted))]
+            self._hits += len(references)
+            self._policy.record(references)
+
     def _evict(self, now: float) -> Lost:
         """Make room for a demanded answer."""
-        oldest = next(iter(self._ahead), None)
-        if oldest is not None and (
-            self._over_share(0, 0) or self._evictions - self._ahead[oldest] >= len(self._entries)
-        ):
-            return self._lose(oldest)
+        self._evictions += 1
+        ahead = self._ahead
+        if ahead:
+            oldest = next(iter(ahead))
+            if self._over_share(0, 0) or self._evictions - ahead[oldest] > len(self._entries):
+                return oldest, self._drop(oldest)
         victim = self._policy.evict(now)
-        if victim is not None:
-            return self._lose(victim, known_to_policy=False)
-        assert oldest is not None, "the cache is over budget, so it holds something"
-        return self._lose(oldest)
+        if victim is None:
+            victim = next(iter(ahead))  # over budget, so there is something, and the policy has none of it
+            return victim, self._drop(victim)
+        return victim, self._take_out(victim)
 
     def _evict_for_prefetch(self, nbytes: int, now: float) -> Lost | None:
+        """Make room for a prefetched answer, as far as it has a right to it."""
         if not self._over_share(nbytes, 1):
             victim = self._policy.evict(now, spare_proven=True)
             if victim is not None:
-                return self._lose(victim, known_to_policy=False)
-        elif nbytes > _AHEAD_SHARE * self._max_bytes:
+                self._evictions += 1
+                return victim, self._take_out(victim)
+        if not self._ahead or nbytes > _AHEAD_SHARE * self._max_bytes:
             return None
-        oldest = next(iter(self._ahead), None)
-        return self._lose(oldest) if oldest is not None else None
+        oldest = next(iter(self._ahead))
+        self._evictions += 1
+        return oldest, self._drop(oldest)
 
     def _over_share(self, nbytes: int, entries: int) -> bool:
-        return (
-            self._ahead_bytes + nbytes > _AHEAD_SHARE * self._max_bytes
-            or len(self._ahead) + entries > _AHEAD_SHARE * self._max_entries
-        )
+        return self._ahead_bytes + nbytes > _AHEAD_SHARE * self._max_bytes or len(
+            self._ahead
+        ) + entries > max(1, _AHEAD_SHARE * self._max_entries)
 
-    def _lose(self, key: bytes, *, known_to_policy: bool = True) -> Lost:
-        self._evictions += 1
-        return key, self._drop(key, known_to_policy=known_to_policy)
+    def _drop(self, key: bytes) -> Entry:
+        """Take an entry out, whoever looks after it."""
+        if key in self._ahead:
+            del self._ahead[key]
+            self._ahead_bytes -= self._entries[key].nbytes
+        else:
+            self._policy.remove(key)
+        return self._take_out(key)
 
-    def _drop(self, key: bytes, *, known_to_policy: bool = True) -> Entry:
-        """Take an entry out. ``known_to_policy=False``: the policy chose it and has forgotten it already."""
+    def _take_out(self, key: bytes) -> Entry:
+        """Take an entry out that the policy has let go."""
         entry = self._entries.pop(key)
         self._bytes -= entry.nbytes
-        self._unindex(key, entry)
-        if known_to_policy:
-            if key in self._ahead:
-                del self._ahead[key]
-                self._ahead_bytes -= entry.nbytes
-            else:
-                self._policy.remove(key)
         return entry
-
-    def _replace(self, key: bytes, before: Entry, entry: Entry) -> None:
-        """A newer answer for an entry that has been asked for; its place stays."""
-        self._unindex(key, before)
-        self._index(key, entry)
-        self._entries[key] = entry
-        self._bytes += entry.nbytes - before.nbytes
-
-    def _index(self, key: bytes, entry: Entry) -> None:
-        self._by_model.setdefault(entry.answer.model, set()).add(key)
-
-    def _unindex(self, key: bytes, entry: Entry) -> None:
-        keys = self._by_model[entry.answer.model]
-        keys.discard(key)
-        if not keys:
-            del self._by_model[entry.answer.model]
