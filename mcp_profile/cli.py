@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from .access import Access
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, help="The Profile API: takes telemetry, serves profiles."
@@ -80,6 +86,66 @@ def mine(
     finally:
         store.close()
     typer.echo(f"{counted} events mined")
+
+
+keys = typer.Typer(
+    no_args_is_help=True, help="API keys: who may send events to and read from an application."
+)
+app.add_typer(keys, name="keys")
+
+
+@keys.command("create")
+def create_key(
+    db: Database = "",
+    application: Annotated[str, typer.Option(help="For which application; made if it is new.")] = "default",
+    name: Annotated[str, typer.Option(help="What the key is for.")] = "",
+    scope: Annotated[
+        list[str] | None, typer.Option(help="ingest, read or admin; give it again for more.")
+    ] = None,
+) -> None:
+    """Make a key and print it: it is shown this once."""
+    with _access(db) as access:
+        try:
+            typer.echo(access.create(application=application, name=name, scopes=scope or ("ingest", "read")))
+        except ValueError as error:
+            typer.echo(f"mcp-profile: {error}", err=True)
+            raise typer.Exit(2) from None
+
+
+@keys.command("ls")
+def list_keys(db: Database = "") -> None:
+    """List the keys, without their secrets."""
+    with _access(db) as access:
+        for key in access.ls():
+            made = datetime.fromtimestamp(key.created_at, UTC).isoformat(timespec="seconds")
+            state = "revoked" if key.revoked_at else "in force"
+            typer.echo(
+                f"{key.id}\t{key.application}\t{key.name or '-'}\t{' '.join(key.scopes)}\t{made}\t{state}"
+            )
+
+
+@keys.command("revoke")
+def revoke_key(
+    key_id: Annotated[int, typer.Argument(help="Its number in `keys ls`.")], db: Database = ""
+) -> None:
+    """Take a key out of force, at once."""
+    with _access(db) as access:
+        if not access.revoke(key_id):
+            typer.echo(f"mcp-profile: no key {key_id} is in force; see `mcp-profile keys ls`", err=True)
+            raise typer.Exit(1)
+
+
+@contextlib.contextmanager
+def _access(db: str) -> Iterator[Access]:
+    from .access import Access
+    from .server import database_url
+    from .store import Store
+
+    store = Store(database_url(db or _default_db()))
+    try:
+        yield Access(store)
+    finally:
+        store.close()
 
 
 def main() -> None:

@@ -110,7 +110,9 @@ class ProfileAPI:
         from .._httpx import httpx
 
         if self._http is None or self._pid != os.getpid():
-            self._http, self._pid = httpx.Client(headers=self._headers()), os.getpid()
+            # No connection is kept: by the next batch, 30 s later, the server has closed it.
+            limits = httpx.Limits(max_keepalive_connections=0)
+            self._http, self._pid = httpx.Client(headers=self._headers(), limits=limits), os.getpid()
         timeout = self._timeout_s if timeout_s is None else min(timeout_s, self._timeout_s)
         try:
             response = self._http.request(

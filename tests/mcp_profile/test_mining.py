@@ -1,0 +1,239 @@
+"""Mining: what is counted, that it does not matter when, and that the SQL for bulk engines counts the same."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import pytest
+import sqlalchemy as sa
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mcp_client.prefetch.profile import SEPARATOR
+from mcp_profile.ingest import Batch, Row
+from mcp_profile.mining import Counts, Miner
+from mcp_profile.schema import events, path_sums, tails, transitions
+from mcp_profile.sessions import IDLE_S, grams
+from mcp_profile.store import DEFAULT_APP, Store
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    store = Store(f"sqlite:///{tmp_path / 'db.sqlite'}")
+    yield store
+    store.close()
+
+
+def _row(seq: int, path: str, session: str = "s", t: float = -1.0, **more: Any) -> Row:
+    values = {"route": "", "source": "server", "latency_ms": 2.0, "bytes": 10, "outcome": ""} | more
+    return (
+        seq,
+        1.7e9 + seq if t < 0 else t,
+        session,
+        path,
+        values["route"],
+        "fp",
+        "m",
+        values["source"],
+        values["latency_ms"],
+        values["bytes"],
+        "",
+        values["outcome"],
+    )
+
+
+def _ingest(store: Store, rows: list[Row], batch_id: str = "b", app: int = DEFAULT_APP) -> None:
+    store.ingest(app, Batch(batch_id, "client", "", rows, []))
+
+
+def _counts(store: Store, kind: str = "path") -> dict[tuple[str, str], float]:
+    with store.read() as db:
+        rows = db.execute(sa.select(transitions).where(transitions.c.kind == kind)).all()
+    return {(row.context.replace(SEPARATOR, " "), row.step): row.n for row in rows}
+
+
+def _learned(store: Store) -> Any:
+    with store.read() as db:
+        return [
+            sorted(db.execute(sa.select(transitions)).all()),
+            sorted(db.execute(sa.select(path_sums)).all()),
+            sorted(db.execute(sa.select(tails.c.session, tails.c.steps)).all()),
+        ]
+
+
+def test_a_step_is_counted_behind_every_context_that_it_followed(store: Store) -> None:
+    _ingest(store, [_row(n, path) for n, path in enumerate("abc")])
+    assert Miner(store, order=2).mine(DEFAULT_APP) == 3
+    assert _counts(store) == {
+        ("", "a"): 1,
+        ("", "b"): 1,
+        ("", "c"): 1,
+        ("a", "b"): 1,
+        ("b", "c"): 1,
+        ("a b", "c"): 1,
+    }
+
+
+def test_nothing_new_costs_nothing_and_changes_nothing(store: Store) -> None:
+    _ingest(store, [_row(1, "a"), _row(2, "b")])
+    miner = Miner(store)
+    assert miner.mine(DEFAULT_APP) == 2
+    before = _learned(store)
+    assert miner.mine(DEFAULT_APP) == 0
+    assert _learned(store) == before
+
+
+def test_a_pause_ends_a_visit_and_a_clock_set_back_does_not(store: Store) -> None:
+    times = [0.0, 10.0, 10.0 + IDLE_S, 11.0 + 2 * IDLE_S, 5.0]
+    _ingest(store, [_row(n, path, t=1e9 + t) for n, (path, t) in enumerate(zip("abcde", times, strict=True))])
+    Miner(store, order=1).mine(DEFAULT_APP)
+    follows = {key for key in _counts(store) if key[0]}
+    assert follows == {("a", "b"), ("b", "c"), ("d", "e")}
+    with store.read() as db:
+        gaps = dict(db.execute(sa.select(path_sums.c.path, path_sums.c.gap_s)).all())
+    assert gaps == {"a": 10.0, "b": IDLE_S, "c": 0.0, "d": 0.0, "e": 0.0}
+
+
+def test_lost_prefetches_and_requests_without_a_path_are_no_steps(store: Store) -> None:
+    rows = [
+        _row(1, "a"),
+        _row(2, "x", outcome="expired", source="prefetch"),
+        _row(3, ""),
+        _row(4, "b", outcome="used"),
+    ]
+    _ingest(store, rows)
+    Miner(store, order=1).mine(DEFAULT_APP)
+    assert _counts(store) == {("", "a"): 1, ("", "b"): 1, ("a", "b"): 1}
+
+
+def test_a_request_without_a_session_counts_for_its_path_and_follows_nothing(store: Store) -> None:
+    _ingest(store, [_row(1, "a", session=""), _row(2, "b", session="")])
+    Miner(store).mine(DEFAULT_APP)
+    assert _counts(store) == {}
+    with store.read() as db:
+        assert dict(db.execute(sa.select(path_sums.c.path, path_sums.c.asked)).all()) == {"a": 1, "b": 1}
+
+
+def test_costs_are_those_of_servers_and_sizes_those_of_answers(store: Store) -> None:
+    rows = [
+        _row(1, "a", latency_ms=30.0, bytes=100),
+        _row(2, "a", latency_ms=0.1, bytes=100, source="cache"),
+        _row(3, "a", latency_ms=900.0, bytes=0, source="error"),
+    ]
+    _ingest(store, rows)
+    Miner(store).mine(DEFAULT_APP)
+    with store.read() as db:
+        row = db.execute(sa.select(path_sums)).one()
+    assert (row.asked, row.latency_ms, row.served, row.bytes, row.answered) == (3, 30.0, 1, 200, 2)
+
+
+def test_applications_are_kept_apart(store: Store) -> None:
+    _ingest(store, [_row(1, "a"), _row(2, "b")], "one", app=1)
+    _ingest(store, [_row(3, "c")], "two", app=2)
+    Miner(store, order=1).mine(1)
+    assert set(_counts(store)) == {("", "a"), ("", "b"), ("a", "b")}
+    Miner(store, order=1).mine(2)
+    assert ("b", "c") not in _counts(store)
+
+
+def test_of_two_miners_at_once_one_counts(store: Store, tmp_path: Path) -> None:
+    other = Store(str(store.url))
+    _ingest(store, [_row(n, "ab"[n % 2]) for n in range(10)])
+    mine, theirs = Miner(store, order=1), Miner(other, order=1)
+    rows = mine._store.last_event(DEFAULT_APP)
+    with store.write() as db:
+        assert mine._advance(db, DEFAULT_APP, 0, rows, Counts(1))
+    with other.write() as db:
+        assert not theirs._advance(db, DEFAULT_APP, 0, rows, Counts(1))
+    assert theirs.mine(DEFAULT_APP) == 0
+    other.close()
+
+
+_steps = st.lists(
+    st.tuples(
+        st.sampled_from("stu"),
+        st.sampled_from(["/a", "/b", "/c"]),
+        st.sampled_from([0.0, 1.0, -5.0, IDLE_S + 1.0]),
+    ),
+    max_size=40,
+)
+
+
+def _rows(steps: list[tuple[str, str, float]]) -> list[Row]:
+    rows = []
+    clock = 1e9
+    for seq, (session, path, pause) in enumerate(steps):
+        clock += pause
+        rows.append(_row(seq, path, session, t=clock, route=f"{path}/{{n}}"))
+    return rows
+
+
+@settings(max_examples=40, deadline=None)
+@given(steps=_steps, cuts=st.sets(st.integers(0, 40)))
+def test_mining_bit_by_bit_is_mining_at_once(steps: list[tuple[str, str, float]], cuts: set[int]) -> None:
+    rows = _rows(steps)
+    bit_by_bit, at_once = Store("sqlite://"), Store("sqlite://")
+    bounds = [0, *sorted(cut for cut in cuts if 0 < cut < len(rows)), len(rows)]
+    for number, (start, end) in enumerate(itertools.pairwise(bounds)):
+        _ingest(bit_by_bit, rows[start:end], str(number))
+        Miner(bit_by_bit, order=3).mine(DEFAULT_APP)
+    _ingest(at_once, rows)
+    Miner(at_once, order=3).mine(DEFAULT_APP)
+    assert _learned(bit_by_bit) == _learned(at_once)
+    bit_by_bit.close()
+    at_once.close()
+
+
+def test_chunks_are_only_a_matter_of_memory(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = _rows([(f"s{n % 3}", f"/{n * n % 7}", float(n % 5)) for n in range(100)])
+    _ingest(store, rows)
+    monkeypatch.setattr("mcp_profile.mining._CHUNK", 7)
+    Miner(store).mine(DEFAULT_APP)
+    monkeypatch.undo()
+    whole = Store("sqlite://")
+    _ingest(whole, rows)
+    Miner(whole).mine(DEFAULT_APP)
+    assert _learned(store) == _learned(whole)
+    whole.close()
+
+
+@settings(max_examples=40, deadline=None)
+@given(steps=_steps)
+def test_the_sql_counts_the_same_on_sqlite_and_duckdb(steps: list[tuple[str, str, float]]) -> None:
+    rows = _rows(steps)
+    counts = Counts(order=2)
+    seen: dict[str, Any] = {}
+    for _, t, session, path, route, *_ in rows:
+        seen[session] = counts.follow(seen.get(session, []), t, (path, route))
+    expected = Counter(
+        {
+            tuple(reversed([one for step in gram for one in reversed(step)])): n
+            for gram, n in counts.grams.items()
+        }
+    )
+
+    store = Store("sqlite://")
+    _ingest(store, rows)
+    with store.read() as db:
+        on_sqlite = db.exec_driver_sql(grams(DEFAULT_APP, 2)).all()
+        stored = [tuple(row) for row in db.execute(sa.select(events)).all()]
+    store.close()
+    assert _without_nulls(on_sqlite) == expected
+
+    with duckdb.connect() as duck:
+        duck.execute(
+            "CREATE TABLE events (id BIGINT, app INT, client BIGINT, seq BIGINT, t DOUBLE, session TEXT, path TEXT, route TEXT,"
+            "fp TEXT, model TEXT, source TEXT, latency_ms DOUBLE, bytes BIGINT, prefetch_id TEXT, outcome TEXT)"
+        )
+        if stored:
+            duck.executemany(f"INSERT INTO events VALUES ({', '.join('?' * 15)})", stored)
+        assert _without_nulls(duck.execute(grams(DEFAULT_APP, 2)).fetchall()) == expected
+
+
+def _without_nulls(rows: Any) -> Counter[tuple[str, ...]]:
+    return Counter({tuple(value for value in row[:-1] if value is not None): row[-1] for row in rows})
