@@ -11,7 +11,6 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -29,7 +28,7 @@ log = logging.getLogger("stub_server")
 _CODES = {404: "route_not_found", 405: "method_not_allowed"}
 
 
-def make_app(service: Service, *, max_body_bytes: int) -> Starlette:
+def make_app(service: Service, *, max_body_bytes: int) -> ASGIApp:
     """The application; ``service`` is the caller's to close."""
 
     async def metrics(request: Request) -> Response:
@@ -38,7 +37,6 @@ def make_app(service: Service, *, max_body_bytes: int) -> Starlette:
 
     app = Starlette(
         routes=[*routes_mcp.ROUTES, *routes_oip.ROUTES, Route("/metrics", metrics)],
-        middleware=[Middleware(_Observed, metrics=service.metrics)],
         exception_handlers={
             ServerError: _answer_error,
             HTTPException: _answer_http_error,
@@ -47,7 +45,7 @@ def make_app(service: Service, *, max_body_bytes: int) -> Starlette:
     )
     app.state.service = service
     app.state.max_body_bytes = max_body_bytes
-    return app
+    return _Observed(app, service.metrics)  # around all of it, the answer to a bug included
 
 
 class _Observed:

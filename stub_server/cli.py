@@ -37,7 +37,7 @@ def serve(  # noqa: PLR0917
 ) -> None:
     """Serve ONNX models over MCP 2026 (/v1) and the Open Inference Protocol (/v2) until SIGINT or SIGTERM."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    console = Console(stderr=True, highlight=False)
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
     stopped = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stopped.set())

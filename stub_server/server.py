@@ -99,10 +99,10 @@ class StubServer:
         self._threads = threads or default_threads()
         self._uds = uds
         self._host = host
-        # Bound but never listening: keeps the port ours while the server is down, so that start() finds it
-        # free, and connections to it are refused meanwhile.
-        self._reservation = bind(host, port)
-        self._port: int = self._reservation.getsockname()[1]
+        # Bound until close(). While the server is down it does not listen, which keeps the port ours for the
+        # next start() and refuses connections meanwhile.
+        self._socket = bind(host, port)
+        self._port: int = self._socket.getsockname()[1]
         self._running: _Running | None = None
 
     @property
@@ -139,24 +139,15 @@ class StubServer:
         """Start, or start again after ``stop()`` or ``kill()``; returns once it answers."""
         if self._running is not None:
             return self
-        if self._reservation.fileno() == -1:
-            self._reservation = bind(self._host, self._port)
-        sockets = [bind(self._host, self._port)]
-        try:
-            if self._uds is not None:
-                sockets.append(bind_unix(self._uds))
-            service = Service(
-                self.models,
-                self.faults,
-                self.metrics,
-                threads=self._threads,
-                cache_control=self._cache_control,
-            )
-            self._running = _Running(service, sockets, self._max_body_bytes)
-        except BaseException:
-            for sock in sockets:
-                sock.close()
-            raise
+        if self._socket.fileno() == -1:
+            self._socket = bind(self._host, self._port)
+        sockets = [self._socket]
+        if self._uds is not None:
+            sockets.append(bind_unix(self._uds))
+        service = Service(
+            self.models, self.faults, self.metrics, threads=self._threads, cache_control=self._cache_control
+        )
+        self._running = _Running(service, sockets, self._max_body_bytes)
         return self
 
     def stop(self) -> None:
@@ -171,13 +162,14 @@ class StubServer:
         if self._running is not None:
             self._running.end(abruptly=abruptly)
             self._running = None
+            self._socket = bind(self._host, self._port)
             if self._uds is not None:
                 os.unlink(self._uds)
 
     def close(self) -> None:
         """Stop, and give the port back."""
         self.stop()
-        self._reservation.close()
+        self._socket.close()
 
     def __enter__(self) -> Self:
         try:

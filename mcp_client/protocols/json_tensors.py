@@ -211,9 +211,11 @@ def _floats(flat: list[Any], dtype: np.dtype[Any], datatype: str, what: str) -> 
         return wide
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         narrow = wide.astype(dtype)
-    overflown = np.isinf(narrow) & np.isfinite(wide)
-    if overflown.any():
-        raise ProtocolError(f"{what}: {wide[overflown][0]!r} is beyond the range of {datatype}")
+    infinite = np.isinf(narrow)
+    if infinite.any():
+        overflown = wide[infinite & np.isfinite(wide)]
+        if overflown.size:
+            raise ProtocolError(f"{what}: {overflown[0]} is beyond the range of {datatype}")
     return narrow
 
 

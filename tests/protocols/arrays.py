@@ -48,7 +48,8 @@ def same_numbers(one: Array, other: Array) -> bool:
         return False
     if one.dtype.kind in "biuO":
         return same_bits(one, other)
-    wide, other_wide = one.astype(np.float64), other.astype(np.float64)
+    with np.errstate(invalid="ignore"):  # signalling NaNs
+        wide, other_wide = one.astype(np.float64), other.astype(np.float64)
     nan = np.isnan(wide)
     return bool(
         np.array_equal(nan, np.isnan(other_wide))

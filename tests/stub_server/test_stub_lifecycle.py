@@ -194,19 +194,8 @@ def _served(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_the_command_serves_until_it_is_told_to_stop(affine_model: Path, number: int) -> None:
-    process, url = _serve(
-        "--model-path",
-        str(affine_model),
-        "--port",
-        "0",
-        "--device",
-        "cpu",
-        "--latency-ms",
-        "1",
-        "--seed",
-        "3",
-    )
-    with process:
+    options = ["--port", "0", "--device", "cpu", "--latency-ms", "1", "--seed", "3"]
+    with _served("--model-path", str(affine_model), *options) as (process, url):
         assert httpx.post(f"{url}/v1/infer", json=BODY).status_code == 200
         process.send_signal(number)
         assert process.wait(20) == 0

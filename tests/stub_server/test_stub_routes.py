@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from mcp_client._httpx import httpx
 from mcp_client.protocols import WireRequest, WireResponse
@@ -22,6 +24,7 @@ from mcp_client.result import Answer
 from stub_server import StubServer
 from tests import models
 from tests.protocols.arrays import same_bits
+from tests.protocols.mutations import mutated
 
 X = np.array([[0.1, 0.9, 0.4]], np.float32)
 PROBS = X @ models.WEIGHTS + models.BIAS
@@ -272,6 +275,28 @@ def test_a_deadline_that_passes_before_the_model_runs_is_a_504(
             response = send(http, slow, codec.infer(Request("affine", {"x": X}, timeout_ms=20), None))
             assert response.status == 504
             assert b"deadline" in response.body
+
+
+def test_a_bug_in_the_server_is_told_without_its_insides(affine_model: Path, http: httpx.Client) -> None:
+    with StubServer(affine_model) as server:
+
+        def broken() -> tuple[bytes, str]:
+            raise RuntimeError("insides")
+
+        server.metrics.exposition = broken  # type: ignore[method-assign]
+        response = http.get(f"{server.url}/metrics")
+    assert error(response) == (500, "internal")
+    assert "insides" not in response.text
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_no_body_makes_the_server_fail(server: StubServer, http: httpx.Client, data: st.DataObject) -> None:
+    codec = data.draw(st.sampled_from([McpV1Codec(), OipHttpCodec()]))
+    wire = codec.infer(Request("affine", {"x": X}, outputs=("probs",), priority=1, timeout_ms=9000), None)
+    body = data.draw(mutated(b"".join(wire.body)))
+    response = http.post(server.url + wire.path, headers=wire.headers, content=body)
+    assert response.status_code in (200, 400, 404, 504), response.text
 
 
 # --- what the server says of itself
