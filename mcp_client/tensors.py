@@ -75,7 +75,9 @@ def dtype_of(datatype: str) -> np.dtype[Any]:
     try:
         return _DTYPES[datatype]
     except KeyError:
-        raise InvalidInputError(f"unknown datatype {datatype!r}; expected one of {', '.join(DATATYPES)}") from None
+        raise InvalidInputError(
+            f"unknown datatype {datatype!r}; expected one of {', '.join(DATATYPES)}"
+        ) from None
 
 
 def datatype_of(array: Array) -> str:
@@ -101,6 +103,11 @@ def as_tensor(value: Any, spec: TensorSpec | None = None, *, what: str = "input"
     that no value can be hurt by is made. Python numbers, strings and nested lists have no datatype of their own: they
     take the spec's (without a spec: FP32, INT64, BOOL or BYTES) and gain leading axes of length 1 where the model has them.
     """
+    if type(value) is np.ndarray and spec is not None and value.dtype is _DTYPES.get(spec.datatype):
+        # The common case, quickly: an array that fits as it is. (BYTES elements have to be looked at.)
+        shape = spec.shape
+        if value.dtype.kind != "O" and (shape is None or _fits(shape, value.shape)):
+            return value
     typed = not isinstance(value, (bool, int, float, str, bytes, list, tuple, range))
     if typed:
         array = _from_typed(value, what)
@@ -120,10 +127,16 @@ def _from_typed(value: Any, what: str) -> Array:
     if isinstance(value, np.ndarray):
         # np.asarray drops subclasses (masked arrays would lose their mask without a word)
         if isinstance(value, np.ma.MaskedArray):
-            raise InvalidInputError(f"{what} is a masked array, which no protocol can carry; pass array.filled(value)")
+            raise InvalidInputError(
+                f"{what} is a masked array, which no protocol can carry; pass array.filled(value)"
+            )
         return np.asarray(value)
     try:
-        if isinstance(value, np.generic) or hasattr(value, "__array__") or hasattr(value, "__array_interface__"):
+        if (
+            isinstance(value, np.generic)
+            or hasattr(value, "__array__")
+            or hasattr(value, "__array_interface__")
+        ):
             return np.asarray(value)
         if hasattr(value, "__dlpack__"):
             return np.from_dlpack(value)
@@ -133,7 +146,9 @@ def _from_typed(value: Any, what: str) -> Array:
             "move it to CPU memory and pass a numpy array"
         ) from error
     if isinstance(value, (bytearray, memoryview)):
-        raise InvalidInputError(f"{what} is a {type(value).__name__}; pass bytes for a BYTES tensor, or np.frombuffer(…)")
+        raise InvalidInputError(
+            f"{what} is a {type(value).__name__}; pass bytes for a BYTES tensor, or np.frombuffer(…)"
+        )
     raise InvalidInputError(
         f"{what} must be an array, a number, a string or a nested list of them; got {type(value).__name__}"
     )
@@ -159,7 +174,9 @@ def _from_untyped(value: Any, spec: TensorSpec | None, what: str) -> Array:
     except (ValueError, OverflowError) as error:
         raise InvalidInputError(f"{what} is not a rectangular nested list of numbers: {error}") from None
     if array.dtype.kind not in "biuf":
-        raise InvalidInputError(f"{what} must hold numbers, booleans or strings, each of one kind; got {type(first).__name__}")
+        raise InvalidInputError(
+            f"{what} must hold numbers, booleans or strings, each of one kind; got {type(first).__name__}"
+        )
     if array.size == 0 and wanted is not None:
         return array.astype(dtype_of(wanted))
     if wanted is None:
@@ -180,15 +197,20 @@ def _round_numbers(array: Array, wanted: str, what: str) -> Array:
             raise InvalidInputError(f"{what} must be {wanted}; got booleans: pass 1.0 and 0.0")
         with np.errstate(over="ignore"):
             cast = array.astype(dtype)
-        overflown = np.isinf(cast.astype(np.float64)) & np.isfinite(array.astype(np.float64))
-        if overflown.any():
-            raise InvalidInputError(f"{what} holds {array[overflown].flat[0]!r}, which is beyond the range of {wanted}")
+        if np.logical_or.reduce(np.isinf(cast), axis=None):
+            overflown = np.isinf(cast) & np.isfinite(array)
+            if overflown.any():
+                raise InvalidInputError(
+                    f"{what} holds {array[overflown].flat[0]!r}, which is beyond the range of {wanted}"
+                )
         return cast
     if kind == "f":
         raise InvalidInputError(f"{what} must be {wanted}; got floats: round them yourself, or pass ints")
     low, high = np.iinfo(dtype).min, np.iinfo(dtype).max
     if kind in "iu" and array.size and (int(array.min()) < low or int(array.max()) > high):
-        raise InvalidInputError(f"{what} must be {wanted} ({low} to {high}); got {array.min()} to {array.max()}")
+        raise InvalidInputError(
+            f"{what} must be {wanted} ({low} to {high}); got {array.min()} to {array.max()}"
+        )
     return array.astype(dtype)
 
 
@@ -213,17 +235,23 @@ def _fit_shape(array: Array, spec: TensorSpec, what: str, *, may_add_axes: bool)
     missing = len(spec.shape) - array.ndim
     if may_add_axes and missing > 0 and all(size in (-1, 1) for size in spec.shape[:missing]):
         array = array.reshape((1,) * missing + array.shape)
-    fits = len(spec.shape) == array.ndim and all(
-        wanted in (-1, came) for wanted, came in zip(spec.shape, array.shape, strict=True)
-    )
-    if not fits:
+    if not _fits(spec.shape, array.shape):
         hint = ""
-        if missing == 1 and spec.shape[0] in (-1, 1):
+        if missing == 1 and _fits(spec.shape, (1, *array.shape)):
             hint = "; add the batch axis: array[np.newaxis]"
         raise InvalidInputError(
             f"{what} must have shape {_shape_words(spec.shape)}; got {list(array.shape)}{hint}"
         )
     return array
+
+
+def _fits(wanted: tuple[int, ...], came: tuple[int, ...]) -> bool:
+    if len(wanted) != len(came):
+        return False
+    for want, size in zip(wanted, came):  # noqa: B905 - lengths were compared; strict costs on the hot path
+        if want not in (size, -1):
+            return False
+    return True
 
 
 def _shape_words(shape: Sequence[int]) -> str:
@@ -292,7 +320,9 @@ def _to_bytes_objects(array: Array, what: str) -> Array:
         elif isinstance(item, str):
             result[index] = item.encode("utf-8")
         else:
-            raise InvalidInputError(f"{what}: a BYTES tensor holds str or bytes; got {type(item).__name__} at {index}")
+            raise InvalidInputError(
+                f"{what}: a BYTES tensor holds str or bytes; got {type(item).__name__} at {index}"
+            )
     return result.reshape(array.shape)
 
 
@@ -305,7 +335,9 @@ def to_raw(array: Array) -> memoryview | bytes:
     No copy is made for a contiguous array (the result is a view of it), except for BYTES.
     """
     if array.dtype.kind == "O":
-        return b"".join(part for item in array.reshape(-1).tolist() for part in (struct.pack("<I", len(item)), item))
+        return b"".join(
+            part for item in array.reshape(-1).tolist() for part in (struct.pack("<I", len(item)), item)
+        )
     array = np.ascontiguousarray(_little_endian(array)).reshape(-1)
     return memoryview(array.view(np.uint8)) if array.size else b""
 
@@ -382,7 +414,9 @@ def nbytes_of(arrays: Mapping[str, Array]) -> int:
     for array in arrays.values():
         total += array.nbytes
         if array.dtype.kind == "O":
-            total += sum(len(item) + 33 for item in array.reshape(-1).tolist())  # 33: a bytes object's own header
+            total += sum(
+                len(item) + 33 for item in array.reshape(-1).tolist()
+            )  # 33: a bytes object's own header
     return total
 
 

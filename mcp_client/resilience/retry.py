@@ -15,21 +15,20 @@ from ..errors import (
     ProtocolError,
     ServerError,
 )
-from ..request import Request
 
 
-def is_retryable(error: MCPError, request: Request) -> bool:
+def is_retryable(error: MCPError, *, repeatable: bool) -> bool:
     """Whether sending the same request again can help and can do no harm.
 
-    An inference is a pure function, so a connection that broke midway may be tried again; one step of a
-    server-side sequence changes state there, and is only sent again where the server said that it did nothing.
+    An inference is a pure function, so a connection that broke midway may be tried again; one step of a server-side
+    sequence changes state there (``repeatable=False``), and is only sent again where the server said that it did nothing.
     """
     if isinstance(error, OverloadedError):
         return True
     if isinstance(error, (CircuitOpenError, DeadlineExceededError)):
         return False
     if isinstance(error, ConnectionFailedError):
-        return request.cacheable
+        return repeatable
     return False
 
 
@@ -59,9 +58,9 @@ class RetryPolicy:
         with self._lock:
             self._tokens = min(self._BURST, self._tokens + self._config.budget)
 
-    def pause_before(self, attempt: int, error: MCPError, request: Request) -> float | None:
+    def pause_before(self, attempt: int, error: MCPError, *, repeatable: bool) -> float | None:
         """Seconds to wait before ``attempt`` (2, 3 …), or ``None``: don't try again."""
-        if attempt > self._config.attempts or not is_retryable(error, request):
+        if attempt > self._config.attempts or not is_retryable(error, repeatable=repeatable):
             return None
         with self._lock:
             if self._tokens < 1:

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-import weakref
 import zlib
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -64,10 +63,14 @@ class _DeadlineBackend(httpcore.NetworkBackend):
     def __init__(self) -> None:
         self._backend = httpcore.SyncBackend()
 
-    def connect_tcp(self, host: str, port: int, timeout: float | None = None, **options: Any) -> httpcore.NetworkStream:
+    def connect_tcp(
+        self, host: str, port: int, timeout: float | None = None, **options: Any
+    ) -> httpcore.NetworkStream:
         return _DeadlineStream(self._backend.connect_tcp(host, port, _left(timeout), **options))
 
-    def connect_unix_socket(self, path: str, timeout: float | None = None, **options: Any) -> httpcore.NetworkStream:
+    def connect_unix_socket(
+        self, path: str, timeout: float | None = None, **options: Any
+    ) -> httpcore.NetworkStream:
         return _DeadlineStream(self._backend.connect_unix_socket(path, _left(timeout), **options))
 
     def sleep(self, seconds: float) -> None:
@@ -95,14 +98,22 @@ class _Origin:
         try:
             parsed = httpx.URL(url)
         except httpx.InvalidURL as error:
-            raise ConfigurationError(f"{url!r} is not a URL: {error}; expected http://host:port or https://host:port") from None
+            raise ConfigurationError(
+                f"{url!r} is not a URL: {error}; expected http://host:port or https://host:port"
+            ) from None
         if parsed.scheme not in ("http", "https") or not parsed.host:
             raise ConfigurationError(f"{url!r} must be http://host:port or https://host:port")
         if parsed.userinfo:
-            raise ConfigurationError("credentials do not belong in the URL (they end up in logs); pass api_key=… or headers=…")
+            raise ConfigurationError(
+                "credentials do not belong in the URL (they end up in logs); pass api_key=… or headers=…"
+            )
         self.url = str(parsed).rstrip("/")
         self.prefix = parsed.raw_path.decode("ascii").rstrip("/")
-        self.parts: dict[str, Any] = {"scheme": parsed.raw_scheme, "host": parsed.raw_host, "port": parsed.port}
+        self.parts: dict[str, Any] = {
+            "scheme": parsed.raw_scheme,
+            "host": parsed.raw_host,
+            "port": parsed.port,
+        }
         self.headers = [(b"Host", parsed.netloc)]
         self.headers += [(name.encode("ascii"), value.encode("latin-1")) for name, value in headers.items()]
         # Without this a library negotiates gzip, which makes a large tensor eight times slower (PROTOCOL.md section 2).
@@ -111,11 +122,16 @@ class _Origin:
         self.max_response_bytes = max_response_bytes
 
     def core_request(self, wire: WireRequest) -> httpcore.Request:
-        headers = [*self.headers, *((k.encode("ascii"), v.encode("latin-1")) for k, v in wire.headers.items())]
+        headers = [
+            *self.headers,
+            *((k.encode("ascii"), v.encode("latin-1")) for k, v in wire.headers.items()),
+        ]
         content: Any = None
         if wire.body:
             headers.append((b"Content-Length", b"%d" % sum(len(part) for part in wire.body)))
-            content = wire.body[0] if len(wire.body) == 1 and isinstance(wire.body[0], bytes) else _Body(wire.body)
+            content = (
+                wire.body[0] if len(wire.body) == 1 and isinstance(wire.body[0], bytes) else _Body(wire.body)
+            )
         elif wire.method == "POST":
             headers.append((b"Content-Length", b"0"))
         url = httpcore.URL(**self.parts, target=(self.prefix + wire.path).encode("ascii"))
@@ -125,7 +141,10 @@ class _Origin:
         return {
             "method": wire.method,
             "url": self.url + wire.path,
-            "headers": [*self.headers[1:], *((k.encode("ascii"), v.encode("latin-1")) for k, v in wire.headers.items())],
+            "headers": [
+                *self.headers[1:],
+                *((k.encode("ascii"), v.encode("latin-1")) for k, v in wire.headers.items()),
+            ],
             "content": b"".join(wire.body) or None,
         }
 
@@ -142,7 +161,9 @@ class _Collector:
         self._size = 0
         self._encoding = headers.get("content-encoding", "identity").strip().lower()
         if self._encoding not in ("identity", "", "gzip", "deflate"):
-            raise ProtocolError(f"the server compressed its answer with {self._encoding!r}, which was not asked for")
+            raise ProtocolError(
+                f"the server compressed its answer with {self._encoding!r}, which was not asked for"
+            )
         announced = headers.get("content-length", "")
         if announced.isdigit() and int(announced) > limit:
             self._too_large(int(announced))
@@ -157,7 +178,9 @@ class _Collector:
         raw = self._chunks[0] if len(self._chunks) == 1 else b"".join(self._chunks)
         if self._encoding in ("identity", ""):
             return raw
-        unpacker = zlib.decompressobj(wbits=47 if self._encoding == "gzip" else 15)  # 47: gzip or zlib, found out
+        unpacker = zlib.decompressobj(
+            wbits=47 if self._encoding == "gzip" else 15
+        )  # 47: gzip or zlib, found out
         try:
             plain = unpacker.decompress(raw, self._limit)
         except zlib.error as error:
@@ -190,10 +213,14 @@ def _our_errors(url: str, deadline: float) -> Iterator[None]:
             raise DeadlineExceededError(f"{url} did not answer before the deadline") from error
         raise ConnectionFailedError(f"{url} did not answer: {_words(error)}") from error
     except (httpcore.NetworkError, httpx.NetworkError) as error:
-        raise ConnectionFailedError(f"no connection to {url}: {_words(error)}; is the server running there?") from error
+        raise ConnectionFailedError(
+            f"no connection to {url}: {_words(error)}; is the server running there?"
+        ) from error
     except (httpcore.RemoteProtocolError, httpx.RemoteProtocolError) as error:
         if "disconnected" in str(error) or "closed connection" in str(error) or "incomplete" in str(error):
-            raise ConnectionFailedError(f"{url} closed the connection before its answer was complete: {error}") from error
+            raise ConnectionFailedError(
+                f"{url} closed the connection before its answer was complete: {error}"
+            ) from error
         raise ProtocolError(f"{url} does not speak HTTP/1.1 correctly: {error}") from error
     except (httpcore.ProtocolError, httpcore.UnsupportedProtocol, httpx.HTTPError) as error:
         raise ProtocolError(f"the exchange with {url} failed: {_words(error)}") from error
@@ -290,18 +317,30 @@ class AsyncHttpTransport:
         self._origin = _Origin(url, headers, max_response_bytes)
         self.url = self._origin.url
         self._client = client
-        self._pools: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, httpcore.AsyncConnectionPool]
         self.reset()
 
     def reset(self) -> None:
-        self._pools = weakref.WeakKeyDictionary()
+        self._pools: dict[asyncio.AbstractEventLoop, tuple[httpcore.AsyncConnectionPool, AsyncGenerator[None, None]]] = {}
 
-    def _pool(self) -> httpcore.AsyncConnectionPool:
+    async def _pool(self) -> httpcore.AsyncConnectionPool:
         loop = asyncio.get_running_loop()
-        pool = self._pools.get(loop)
-        if pool is None:
-            pool = self._pools[loop] = httpcore.AsyncConnectionPool(**_pool_options())
-        return pool
+        known = self._pools.get(loop)
+        if known is None:
+            pool = httpcore.AsyncConnectionPool(**_pool_options())
+            keeper = self._closing(loop, pool)
+            known = self._pools[loop] = pool, keeper
+            await anext(keeper)
+        return known[0]
+
+    async def _closing(
+        self, loop: asyncio.AbstractEventLoop, pool: httpcore.AsyncConnectionPool
+    ) -> AsyncGenerator[None, None]:
+        """Closes the pool when its loop ends: a loop closes the async generators that are still open in it."""
+        try:
+            yield
+        finally:
+            self._pools.pop(loop, None)
+            await pool.aclose()
 
     async def send(self, wire: WireRequest, deadline: float) -> WireResponse:
         left = deadline - time.monotonic()
@@ -310,7 +349,7 @@ class AsyncHttpTransport:
                 with _our_errors(self.url, deadline):
                     if self._client is not None:
                         return await self._send_with(self._client, wire, left)
-                    response = await self._pool().handle_async_request(self._origin.core_request(wire))
+                    response = await (await self._pool()).handle_async_request(self._origin.core_request(wire))
                     try:
                         headers = _lower(response.headers)
                         collector = self._origin.collector(headers)
@@ -333,7 +372,7 @@ class AsyncHttpTransport:
             return WireResponse(response.status_code, headers, collector.body())
 
     async def close(self) -> None:
-        """Close this loop's connections; those of loops that are gone went with their loops."""
-        pool = self._pools.pop(asyncio.get_running_loop(), None)
-        if pool is not None:
-            await pool.aclose()
+        """Close this loop's connections; those of other loops go with their loops."""
+        known = self._pools.get(asyncio.get_running_loop())
+        if known is not None:
+            await known[1].aclose()

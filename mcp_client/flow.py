@@ -1,0 +1,682 @@
+"""The life of a request, written once: cache, in flight, server, edge, then store, record, plan.
+
+Everything that waits is a generator that yields what it needs done (an *effect*) and is sent the outcome; ``drivers.py``
+does it, with threads or with asyncio. The generator never blocks, sleeps or opens anything itself, as httpx's ``auth_flow``.
+
+A reader's map, top to bottom: ``Engine.infer`` → ``hit`` → ``_shared`` (single flight) → ``_fetch`` → ``_ask_server``
+or the edge → ``_store`` → ``_finish``.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, TypeVar
+
+from .cache.fingerprint import fingerprint
+from .cache.memory import Entry, MemoryCache
+from .errors import (
+    CircuitOpenError,
+    ConnectionFailedError,
+    DeadlineExceededError,
+    EdgeError,
+    InvalidInputError,
+    MCPError,
+    NotFoundError,
+    OverloadedError,
+    ProtocolError,
+    RequestRejectedError,
+    ServerError,
+    listed,
+)
+from .prefetch.prefetcher import Prefetcher
+from .protocols import ClientCodec, WireRequest
+from .protocols.http_common import require_success
+from .protocols.mcp_v1 import McpV1Codec
+from .protocols.oip_http import OipHttpCodec
+from .request import Parameter, Purpose, Request
+from .resilience.breaker import CircuitBreaker
+from .resilience.retry import RetryPolicy, says_unhealthy
+from .result import Answer, InferResult, Source
+from .tensors import Array, ModelMetadata, as_inputs, nbytes_of
+
+log = logging.getLogger("mcp_client")
+T = TypeVar("T")
+CacheOption = bool | float | Literal["refresh"]
+ProtocolName = Literal["auto", "mcp", "oip"]
+
+
+# --- effects: what a flow asks of its driver ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Exchange ``wire`` with the endpoint's server by ``deadline``; the outcome is a ``WireResponse``."""
+
+    endpoint: Endpoint
+    wire: WireRequest
+    deadline: float
+
+
+@dataclass(frozen=True, slots=True)
+class Sleep:
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Wait for another call's flight to land; the outcome is its ``Landing``."""
+
+    flight: Flight
+    deadline: float
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Run a function that computes or reads files on this machine; the outcome is what it returns."""
+
+    work: Callable[[], Any]
+    deadline: float
+
+
+Effect = Send | Sleep | Wait | Run
+Flow = Generator[Effect, Any, T]
+
+
+# --- state --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Endpoint:
+    """One server: how to reach it, what it speaks once that is known, and how well it does."""
+
+    url: str
+    transport: Any  # HttpTransport or AsyncHttpTransport: only the driver uses it
+    protocol: ProtocolName
+    codec: ClientCodec | None = None
+    breaker: CircuitBreaker = field(default_factory=CircuitBreaker)
+
+
+@dataclass(frozen=True, slots=True)
+class Landing:
+    """How a flight ended: with an answer; with an error that every caller would get; or neither: ask again yourself."""
+
+    value: Any = None
+    error: MCPError | None = None
+    again: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """One question under way, and those who wait for it."""
+
+    purpose: Purpose
+    landing: Future[Landing] = field(default_factory=Future)
+
+
+@dataclass(slots=True)
+class Call:
+    """One ``infer``: what the user said, then what became of it. Owned by the thread or task that runs its flow."""
+
+    value: Any
+    model: str
+    version: str
+    outputs: tuple[str, ...]
+    parameters: Mapping[str, Parameter]
+    session: str
+    path: str
+    priority: int | None
+    cache: CacheOption
+    fallback: bool
+    started: float
+    deadline: float
+    id: str
+    purpose: Purpose = "demand"
+    prefetch_id: str = ""
+    # set by the flow
+    inputs: dict[str, Array] | None = None
+    model_name: str = ""
+    key: bytes = b""
+    attempts: int = 0
+    endpoint: str = ""
+
+    @property
+    def cacheable(self) -> bool:
+        """Whether an equal request must give an equal answer: not a step of a server-side sequence."""
+        return "sequence_id" not in self.parameters
+
+    def request(self) -> Request:
+        """As plain data. Not made before it is needed: a cache hit needs none."""
+        assert self.inputs is not None
+        return Request(
+            model=self.model_name,
+            inputs=self.inputs,
+            version=self.version,
+            outputs=self.outputs,
+            parameters=self.parameters,
+            id=self.id,
+            session=self.session,
+            path=self.path,
+            priority=self.priority,
+            timeout_ms=max(1.0, (self.deadline - time.monotonic()) * 1e3),
+            purpose=self.purpose,
+        )
+
+
+class EdgeModels(Protocol):
+    """What the flow needs of ``edge.runtime.EdgeRuntime``."""
+
+    def metadata(self, model: str = "", version: str = "") -> ModelMetadata: ...
+    def run(self, request: Request) -> Answer: ...
+
+
+class EventSink(Protocol):
+    """What the flow needs of ``telemetry.TelemetryPipe``."""
+
+    def record(
+        self,
+        session: str,
+        path: str,
+        route: str,
+        fp: bytes,
+        model: str,
+        source: str,
+        latency_ms: float,
+        nbytes: int,
+        prefetch_id: str = "",
+        outcome: str = "",
+    ) -> None: ...
+
+
+class Engine:
+    """A client's state, shared by all its calls, and the flows over it.
+
+    Who may touch what: ``_flights`` and ``_sources`` under ``_lock``; ``_metadata`` and ``_digests`` are dicts whose single
+    operations are atomic; everything else guards itself. No lock is ever held across an effect.
+    """
+
+    # Without a measurement of the edge model yet: time kept back for it when the server is slow.
+    _EDGE_RESERVE_S = 0.5
+
+    def __init__(
+        self,
+        *,
+        endpoints: Sequence[Endpoint],
+        cache: MemoryCache | None,
+        ttl_s: float,
+        retry: RetryPolicy,
+        prefetcher: Prefetcher | None,
+        events: EventSink | None,
+        edge: EdgeModels | None,
+        default_model: str,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.endpoints = tuple(endpoints)
+        self.cache = cache
+        self.prefetcher = prefetcher
+        self.events = events
+        self.edge = edge
+        self.clock = clock
+        self._ttl_s = ttl_s
+        self._retry = retry
+        self._default_model = default_model
+        self._lock = threading.Lock()
+        self._metadata: dict[tuple[str, str], ModelMetadata] = {}
+        self._digests: dict[tuple[str, str], str] = {}
+        self._edge_s = self._EDGE_RESERVE_S
+        self._sources: dict[str, int] = dict.fromkeys((*Source.__args__, "error"), 0)  # type: ignore[attr-defined]
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what belongs to this moment of this process: for a new client, and for the child after a fork."""
+        self._flights: dict[Any, Flight] = {}
+        self._id_prefix = os.urandom(8).hex()
+        self._id_count = itertools.count()
+
+    def new_id(self) -> str:
+        return f"{self._id_prefix}-{next(self._id_count):x}"
+
+    # --- the life of a request ---
+
+    def infer(self, call: Call) -> Flow[InferResult]:
+        """From call to result. Errors carry the request's id, endpoint and number of attempts."""
+        try:
+            if call.inputs is None:
+                self._prepare(call, (yield from self.describe(call)))
+                hit = self.hit(call)
+                if hit is not None:
+                    return hit
+            if self.cache is None or call.cache is False or not call.cacheable:
+                answer, source = yield from self._fetch(call)
+                return self._finish(call, answer, source)
+            (answer, source), flight = yield from self._shared(call.key, call, self._fetch_and_store)
+            if flight is not None and flight.purpose == "prefetch" and call.purpose == "demand":
+                source = self._use_prefetch(call)
+            return self._finish(call, answer, source)
+        except MCPError as error:
+            self._failed(call, error)
+            raise error.at(
+                request_id=call.id, endpoint=call.endpoint, attempts=call.attempts
+            ) from error.__cause__
+
+    def hit(self, call: Call) -> InferResult | None:
+        """The answer that this machine already has, without I/O; ``None`` sends the caller on to ``infer``."""
+        if self.cache is None or call.cache is False or call.cache == "refresh":
+            return None
+        if call.inputs is None:
+            metadata = self._metadata.get((call.model, call.version))
+            if metadata is None:
+                return None
+            self._prepare(call, metadata)
+        if not call.cacheable:
+            return None
+        now = self.clock()
+        if call.purpose == "prefetch":  # no reference: what nobody asked for must not look popular
+            entry = self.cache.peek(call.key, now)
+            if entry is None:
+                return None
+            return InferResult(entry.answer, source="cache", latency_ms=0.0, request_id=call.id)
+        entry = self.cache.get(call.key, now)
+        if entry is None:
+            if self.prefetcher is not None and self.prefetcher.holds(call.key):
+                self._lose_prefetch(call.key, "expired")
+            return None
+        age = now - entry.stored_at
+        if type(call.cache) is float and age > call.cache:
+            return None
+        source: Source = "cache"
+        if self.prefetcher is not None and self.prefetcher.holds(call.key):
+            source = self._use_prefetch(call)
+        return self._finish(call, entry.answer, source, age)
+
+    def _prepare(self, call: Call, metadata: ModelMetadata) -> None:
+        """Check what the user passed against the model, before anything is sent, and give the request its fingerprint."""
+        call.inputs = inputs = as_inputs(
+            call.value, metadata.inputs or None
+        )  # some servers describe no tensors
+        known = {spec.name for spec in metadata.outputs}
+        wrong = [name for name in call.outputs if name not in known]
+        if wrong and known:
+            raise InvalidInputError(
+                f"unknown output {listed(wrong)}; {metadata.name!r} gives {listed(sorted(known))}"
+            )
+        call.model_name = metadata.name
+        call.key = fingerprint(metadata.name, call.version, inputs, call.outputs, call.parameters)
+
+    def _fetch_and_store(self, call: Call) -> Flow[tuple[Answer, Source]]:
+        answer, source = yield from self._fetch(call)
+        self._store(call, answer, source)
+        return answer, source
+
+    def _fetch(self, call: Call) -> Flow[tuple[Answer, Source]]:
+        """Ask a server; where none can answer in time, run the model here."""
+        may_fall_back = (
+            self.edge is not None and call.fallback and call.purpose == "demand" and call.cacheable
+        )
+        server_error: MCPError | None = None
+        if self.endpoints:
+            deadline = call.deadline
+            if may_fall_back:  # keep back the time that the edge needs, never more than half
+                whole = call.deadline - call.started
+                deadline -= min(whole / 2, 2 * self._edge_s)
+            if self.prefetcher is not None and call.purpose == "demand":
+                self.prefetcher.demand_started()
+            try:
+                return (yield from self._ask_server(call, deadline)), "server"
+            except MCPError as error:
+                if not (may_fall_back and _no_server_answered(error)):
+                    raise
+                server_error = error
+            finally:
+                if self.prefetcher is not None and call.purpose == "demand":
+                    self.prefetcher.demand_finished()
+        edge = self.edge
+        assert edge is not None
+        started = self.clock()
+        try:
+            answer: Answer = yield Run(lambda: edge.run(call.request()), call.deadline)
+        except (EdgeError, DeadlineExceededError) as error:
+            if server_error is None:
+                raise
+            server_error.add_note(f"The edge could not answer either: {error}")
+            raise server_error from error
+        self._edge_s = 0.8 * self._edge_s + 0.2 * (self.clock() - started)
+        return answer, "edge"
+
+    def _ask_server(self, call: Call, deadline: float) -> Flow[Answer]:
+        metadata = self._metadata.get((call.model, call.version))
+
+        def exchange(endpoint: Endpoint) -> Flow[Answer]:
+            codec = yield from self._codec(endpoint, deadline)
+            request = call.request()
+            response = yield Send(endpoint, codec.infer(request, metadata), deadline)
+            return codec.decode_infer(response, request)
+
+        try:
+            answer = yield from self._with_retries(call, deadline, exchange, repeatable=call.cacheable)
+        except (NotFoundError, RequestRejectedError):
+            # The model may have changed since it was described: ask again next time.
+            self._metadata.pop((call.model, call.version), None)
+            raise
+        self._notice_change(call, answer)
+        return answer
+
+    def _store(self, call: Call, answer: Answer, source: Source) -> None:
+        """Keep an answer, by the rules of PROTOCOL.md section 4: the call's own TTL, else the server's, else the default.
+
+        An edge answer given for a server that was away is not kept: it may differ in the last digits.
+        """
+        assert self.cache is not None
+        if answer.no_store or (source == "edge" and self.endpoints):
+            return
+        ttl = answer.max_age_s if answer.max_age_s is not None else self._ttl_s
+        if type(call.cache) is float:
+            ttl = call.cache
+        if ttl <= 0:
+            return
+        now = self.clock()
+        entry = Entry(answer=answer, stored_at=now, expires_at=now + ttl, nbytes=nbytes_of(answer.outputs))
+        prefetched = call.purpose == "prefetch"
+        if prefetched and self.prefetcher is not None:
+            self.prefetcher.stored(call.key, call.prefetch_id)
+        for key, _ in self.cache.put(call.key, entry, now, reference=not prefetched):
+            if self.prefetcher is not None and self.prefetcher.holds(key):
+                self._lose_prefetch(key, "evicted")
+
+    def _finish(self, call: Call, answer: Answer, source: Source, age_s: float = 0.0) -> InferResult:
+        """Count it, tell telemetry, let the prefetcher learn and plan; hand out the result."""
+        latency_ms = (self.clock() - call.started) * 1e3
+        if call.purpose == "prefetch":
+            return InferResult(answer, source=source, latency_ms=latency_ms, request_id=call.id)
+        with self._lock:
+            self._sources[source] += 1
+        prefetcher = self.prefetcher
+        if self.events is not None:
+            self.events.record(
+                call.session,
+                call.path,
+                prefetcher.route_of(call.path) if prefetcher is not None else "",
+                call.key,
+                answer.model,
+                source,
+                latency_ms,
+                sum(array.nbytes for array in answer.outputs.values()),
+                call.prefetch_id,
+                "used" if source == "prefetch" else "",
+            )
+        if prefetcher is not None and call.session and call.path:
+            prefetcher.observe(call)
+        return InferResult(answer, source=source, latency_ms=latency_ms, request_id=call.id, age_s=age_s)
+
+    def _failed(self, call: Call, error: MCPError) -> None:
+        if call.purpose == "prefetch":
+            return
+        with self._lock:
+            self._sources["error"] += 1
+        if self.events is not None and not isinstance(error, InvalidInputError):
+            latency_ms = (self.clock() - call.started) * 1e3
+            route = self.prefetcher.route_of(call.path) if self.prefetcher is not None else ""
+            self.events.record(call.session, call.path, route, call.key, call.model, "error", latency_ms, 0)
+
+    def _use_prefetch(self, call: Call) -> Source:
+        """The first demand for what was fetched ahead: the prefetch has paid off."""
+        assert self.prefetcher is not None
+        call.prefetch_id = self.prefetcher.used(call.key)
+        return "prefetch"
+
+    def _lose_prefetch(self, key: bytes, outcome: Literal["expired", "evicted"]) -> None:
+        """What was fetched ahead is gone before anyone asked for it: count it, and tell telemetry."""
+        assert self.prefetcher is not None
+        job = self.prefetcher.lost(key, outcome)
+        if job is not None and self.events is not None:
+            route = self.prefetcher.route_of(job.path)
+            self.events.record(
+                job.session,
+                job.path,
+                route,
+                key,
+                job.model or "",
+                "prefetch",
+                0.0,
+                0,
+                job.prefetch_id,
+                outcome,
+            )
+
+    def _notice_change(self, call: Call, answer: Answer) -> None:
+        """A model that was replaced on the server takes its cached answers and its description with it."""
+        identity = answer.digest or answer.version
+        if not identity:
+            return
+        known = self._digests.get((answer.model, call.version))
+        self._digests[(answer.model, call.version)] = identity
+        if known is not None and known != identity:
+            log.info("model %s changed on the server (%s → %s)", answer.model, known, identity)
+            for named in [key for key in self._metadata if self._metadata[key].name == answer.model]:
+                self._metadata.pop(named, None)
+            if self.cache is not None:
+                self.cache.invalidate(model=answer.model)
+
+    # --- what a server is and what it serves ---
+
+    def describe(self, call: Call) -> Flow[ModelMetadata]:
+        """The model's inputs and outputs: known, else from the server, else, with no server in reach, from the edge."""
+        name = (call.model, call.version)
+        metadata = self._metadata.get(name)
+        if metadata is not None:
+            return metadata
+        if self.endpoints:
+            try:
+                metadata, _ = yield from self._shared(("metadata", *name), call, self._ask_metadata)
+                self._metadata[name] = metadata
+                return metadata
+            except MCPError as error:
+                if self.edge is None or not call.fallback or not _no_server_answered(error):
+                    raise
+                server_error = error
+        edge = self.edge
+        assert edge is not None
+        model = call.model or self._default_model
+        try:
+            metadata = yield Run(lambda: edge.metadata(model, call.version), call.deadline)
+        except EdgeError as error:
+            if not self.endpoints:
+                raise
+            server_error.add_note(f"The edge could not answer either: {error}")
+            raise server_error from error
+        if not self.endpoints:
+            self._metadata[name] = metadata
+        return metadata
+
+    def _ask_metadata(self, call: Call) -> Flow[ModelMetadata]:
+        def exchange(endpoint: Endpoint) -> Flow[ModelMetadata]:
+            codec = yield from self._codec(endpoint, call.deadline)
+            model = call.model or self._default_model
+            if not model:
+                names = codec.decode_models((yield Send(endpoint, codec.models(), call.deadline)))
+                if len(names) != 1:
+                    raise InvalidInputError(
+                        f"the server has {len(names)} models: {listed(names)}; pass model=…"
+                    )
+                model = names[0]
+            response = yield Send(endpoint, codec.metadata(model, call.version), call.deadline)
+            return codec.decode_metadata(response)
+
+        return (yield from self._with_retries(call, call.deadline, exchange, repeatable=True))
+
+    def models(self, call: Call) -> Flow[list[str]]:
+        """The names of the models that the server has."""
+
+        def exchange(endpoint: Endpoint) -> Flow[list[str]]:
+            codec = yield from self._codec(endpoint, call.deadline)
+            return codec.decode_models((yield Send(endpoint, codec.models(), call.deadline)))
+
+        return (yield from self._with_retries(call, call.deadline, exchange, repeatable=True))
+
+    def ready(self, call: Call) -> Flow[bool]:
+        """Whether a server answers that it is ready, by the deadline."""
+        for endpoint in self.endpoints:
+            try:
+                codec = yield from self._codec(endpoint, call.deadline)
+                response = yield Send(endpoint, codec.ready(), call.deadline)
+            except MCPError:
+                continue  # not ready is the answer, whatever the reason
+            if response.status == 200:
+                return True
+        return False
+
+    def _codec(self, endpoint: Endpoint, deadline: float) -> Flow[ClientCodec]:
+        """What the endpoint speaks, found out on first use.
+
+        A server may speak both. The Open Inference Protocol with binary tensors comes first, since JSON costs ten
+        times the bytes and time; then MCP's own protocol; then OIP in JSON.
+        """
+        if endpoint.codec is not None:
+            return endpoint.codec
+        mcp = McpV1Codec()
+        if endpoint.protocol == "mcp":
+            endpoint.codec = mcp
+            return mcp
+        oip = yield Send(endpoint, OipHttpCodec().server_metadata(), deadline)
+        _require_attention(oip)
+        binary = OipHttpCodec.offers_binary(oip)
+        if endpoint.protocol == "oip" or binary:
+            endpoint.codec = OipHttpCodec(binary=binary)
+            return endpoint.codec
+        answer = yield Send(endpoint, mcp.models(), deadline)
+        _require_attention(answer)
+        if answer.status == 200 and _holds(mcp.decode_models, answer):
+            endpoint.codec = mcp
+        elif oip.status == 200:
+            endpoint.codec = OipHttpCodec(binary=False)
+        else:
+            raise ProtocolError(
+                f"{endpoint.url} speaks neither the Open Inference Protocol (/v2: status {oip.status}) nor MCP "
+                f"(/v1/models: status {answer.status}); check the URL, or say which with protocol='oip' or protocol='mcp'"
+            )
+        return endpoint.codec
+
+    # --- the one retry loop, the one single flight ---
+
+    def _with_retries(
+        self, call: Call, deadline: float, exchange: Callable[[Endpoint], Flow[T]], *, repeatable: bool
+    ) -> Flow[T]:
+        """Run ``exchange`` against an endpoint until it answers, under one deadline. A prefetch is tried once."""
+        self._retry.call_started()
+        attempt = 0
+        while True:
+            endpoint = self._choose(attempt)
+            attempt += 1
+            call.attempts += 1
+            call.endpoint = endpoint.url
+            try:
+                outcome = yield from exchange(endpoint)
+            except MCPError as error:
+                now = self.clock()
+                if says_unhealthy(error):
+                    endpoint.breaker.failed(now)
+                elif isinstance(error, ServerError):
+                    endpoint.breaker.succeeded()
+                else:
+                    endpoint.breaker.abandoned()
+                if call.purpose == "prefetch":
+                    raise
+                pause = self._retry.pause_before(attempt + 1, error, repeatable=repeatable)
+                if pause is None or now + pause >= deadline:
+                    raise
+                log.debug(
+                    "request %s: attempt %d failed (%s); next in %.3f s", call.id, attempt, error, pause
+                )
+                yield Sleep(pause)
+            except BaseException:
+                endpoint.breaker.abandoned()
+                raise
+            else:
+                endpoint.breaker.succeeded()
+                return outcome
+
+    def _choose(self, attempt: int) -> Endpoint:
+        """The endpoint for this attempt: the first whose breaker admits it, starting at the next one on a retry."""
+        now = self.clock()
+        for offset in range(len(self.endpoints)):
+            endpoint = self.endpoints[(attempt + offset) % len(self.endpoints)]
+            if endpoint.breaker.admits(now):
+                return endpoint
+        if not self.endpoints:
+            raise InvalidInputError(
+                "this client has no server (it was made with 'edge:'); only the edge's models can be used"
+            )
+        soonest = min(endpoint.breaker.retry_in(now) for endpoint in self.endpoints)
+        urls = listed([endpoint.url for endpoint in self.endpoints])
+        raise CircuitOpenError(
+            f"{urls} failed repeatedly and is left alone; the next probe goes in {soonest:.1f} s"
+        )
+
+    def _shared(self, key: Any, call: Call, work: Callable[[Call], Flow[T]]) -> Flow[tuple[T, Flight | None]]:
+        """Single flight: one call does the work, equal calls meanwhile wait for it and get the same.
+
+        Returns the value, and the flight it came with if this call did not lead. A leader that failed for a reason of
+        its own (its deadline, its cancellation, a broken connection) does not fail the rest: the next one leads.
+        """
+        while True:
+            with self._lock:
+                flight = self._flights.get(key)
+                leads = flight is None
+                if flight is None:
+                    flight = self._flights[key] = Flight(call.purpose)
+            if not leads:
+                landing: Landing = yield Wait(flight, call.deadline)
+                if landing.error is not None:
+                    raise copy.copy(landing.error)
+                if landing.again:
+                    continue
+                return landing.value, flight
+            landing = Landing(again=True)
+            try:
+                value = yield from work(call)
+                landing = Landing(value=value)
+                return value, None
+            except (RequestRejectedError, NotFoundError, InvalidInputError) as error:
+                landing = Landing(error=error)
+                raise
+            finally:
+                with self._lock:
+                    if self._flights.get(key) is flight:
+                        del self._flights[key]
+                flight.landing.set_result(landing)
+
+    def in_flight(self, key: bytes) -> bool:
+        return key in self._flights
+
+    def sources(self) -> dict[str, int]:
+        """How many demanded requests were answered by each source since the client was made."""
+        with self._lock:
+            return dict(self._sources)
+
+
+def _require_attention(response: Any) -> None:
+    """Raise where a status says that asking about another protocol would be no use now."""
+    if response.status in (401, 403, 408, 429) or response.status >= 500:
+        require_success(response)
+
+
+def _holds(decode: Callable[[Any], Any], response: Any) -> bool:
+    try:
+        decode(response)
+    except MCPError:
+        return False
+    return True
+
+
+def _no_server_answered(error: MCPError) -> bool:
+    """Whether an error means that no server could answer in time, as opposed to one that answered no."""
+    if isinstance(error, (ConnectionFailedError, DeadlineExceededError, OverloadedError)):
+        return True
+    return isinstance(error, ServerError) and error.status >= 500
