@@ -6,9 +6,12 @@ whether a session paused. (sessions.py says the same in SQL, for engines that co
 
 from __future__ import annotations
 
+import math
 import threading
-from collections import Counter
-from dataclasses import dataclass, field
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field, fields
+from operator import attrgetter
 from typing import Any
 
 import orjson
@@ -28,11 +31,15 @@ _CHUNK = 50_000
 _FORGET_TAILS_S = 86_400.0
 
 
+# When a visit's last step was, and its last steps, oldest first.
+Tail = tuple[float, tuple[Step, ...]]
+_NO_TAIL: Tail = (0.0, ())
+
+
 @dataclass(slots=True)
 class Sums:
     """Of one path: see ``schema.path_sums``."""
 
-    route: str = ""
     asked: int = 0
     gap_s: float = 0.0
     gaps: int = 0
@@ -44,38 +51,32 @@ class Sums:
 
 @dataclass(slots=True)
 class Counts:
-    """What a stretch of events adds.
-
-    ``grams``: a step behind up to ``order`` steps of its visit, oldest first → how often.
-    """
+    """What a stretch of events adds. ``grams``: a step behind up to ``order`` steps of its visit, oldest first → how often."""
 
     order: int
-    grams: Counter[tuple[Step, ...]] = field(default_factory=Counter)
-    sums: dict[str, Sums] = field(default_factory=dict)
+    grams: dict[tuple[Step, ...], int] = field(default_factory=dict)
+    sums: defaultdict[str, Sums] = field(default_factory=lambda: defaultdict(Sums))
     steps: int = 0
     visits: int = 0
 
-    def follow(self, tail: list[tuple[float, Step]], t: float, step: Step) -> list[tuple[float, Step]]:
-        """Count a step that comes after ``tail`` (the visit so far, ``order`` steps at most);
-
-        returns the tail after it.
-        """
-        if tail and t - tail[-1][0] > IDLE_S:
-            tail = []
-        if tail:
-            before = self.sums.setdefault(tail[-1][1][0], Sums())
-            before.gap_s += max(0.0, t - tail[-1][0])
-            before.gaps += 1
+    def follow(self, tail: Tail, t: float, step: Step) -> Tail:
+        """Count a step that comes after ``tail``; returns the tail after it."""
+        last, before = tail
+        if before and t - last <= IDLE_S:
+            sums = self.sums[before[-1][0]]
+            sums.gap_s += max(0.0, t - last)
+            sums.gaps += 1
         else:
+            before = ()
             self.visits += 1
         self.steps += 1
-        self.grams[(*[one for _, one in tail], step)] += 1
-        return [*tail, (t, step)][-self.order :]
+        gram = (*before, step)
+        self.grams[gram] = self.grams.get(gram, 0) + 1
+        return t, gram[-self.order :]
 
-    def ask(self, path: str, route: str, source: str, latency_ms: float, nbytes: int) -> None:
-        sums = self.sums.setdefault(path, Sums())
+    def ask(self, path: str, source: str, latency_ms: float, nbytes: int) -> None:
+        sums = self.sums[path]
         sums.asked += 1
-        sums.route = route or sums.route
         if source == "server":
             sums.latency_ms += latency_ms
             sums.served += 1
@@ -95,12 +96,15 @@ class Miner:
         self._store = store
         self._lock = threading.Lock()
 
-    def mine(self, app: int) -> int:
-        """Count all events that are new; how many that were."""
+    def mine(self, app: int, *, within_s: float = math.inf) -> int:
+        """Count the events that are new, until all are or the time is over; how many that were."""
         total = 0
+        until = time.monotonic() + within_s
         with self._lock:
             while (n := self._step(app)) is not None:
                 total += n
+                if time.monotonic() > until:
+                    break
         return total
 
     def watermark(self, app: int) -> int:
@@ -115,16 +119,15 @@ class Miner:
             rows = self._rows(db, app, low)
             if not rows:
                 return None
-            known = self._tails(db, app, {row.session for row in rows if row.session})
+            known = self._tails(db, app, {row[1] for row in rows})
         counts = Counts(self.order)
-        touched: dict[str, list[tuple[float, Step]]] = {}
+        touched: dict[str, Tail] = {}
         for _, session, t, path, route, source, outcome, latency_ms, nbytes in rows:
             if outcome in LOST or not path:
                 continue
-            counts.ask(path, route, source, latency_ms, nbytes)
+            counts.ask(path, source, latency_ms, nbytes)
             if session:
-                tail = touched.get(session)
-                tail = known.get(session, []) if tail is None else tail
+                tail = touched.get(session) or known.get(session, _NO_TAIL)
                 touched[session] = counts.follow(tail, t, (path, route))
         with self._store.write() as db:
             if not self._advance(db, app, low, rows[-1].id, counts):
@@ -136,21 +139,22 @@ class Miner:
     def _rows(self, db: Connection, app: int, low: int) -> Any:
         e = events.c
         columns = (e.id, e.session, e.t, e.path, e.route, e.source, e.outcome, e.latency_ms, e.bytes)
-        return db.execute(
-            sa.select(*columns).where(e.app == app, e.id > low).order_by(e.id).limit(_CHUNK)
-        ).fetchall()
+        # "+ 0" keeps SQLite from the index by application and session, after which it would have to sort.
+        wanted = sa.select(*columns).where(e.app + 0 == app, e.id > low)
+        return db.execute(wanted.order_by(e.id).limit(_CHUNK)).fetchall()
 
-    def _tails(self, db: Connection, app: int, sessions: set[str]) -> dict[str, list[tuple[float, Step]]]:
-        known: dict[str, list[tuple[float, Step]]] = {}
+    def _tails(self, db: Connection, app: int, sessions: set[str]) -> dict[str, Tail]:
+        known: dict[str, Tail] = {}
         names = sorted(sessions)
         for start in range(0, len(names), 500):
             found = db.execute(
-                sa.select(tails.c.session, tails.c.steps).where(
+                sa.select(tails.c.session, tails.c.state).where(
                     tails.c.app == app, tails.c.session.in_(names[start : start + 500])
                 )
             )
-            for session, steps in found:
-                known[session] = [(t, (path, route)) for t, path, route in orjson.loads(steps)]
+            for session, state in found:
+                t, steps = orjson.loads(state)
+                known[session] = (t, tuple((path, route) for path, route in steps))
         return known
 
     def _advance(self, db: Connection, app: int, low: int, high: int, counts: Counts) -> bool:
@@ -169,64 +173,18 @@ class Miner:
         return changed.rowcount == 1
 
     def _add(self, db: Connection, app: int, counts: Counts) -> None:
-        keys: Counter[tuple[str, str, str]] = Counter()
+        keys: dict[tuple[str, str, str], int] = {}
         for gram, n in counts.grams.items():
             for key in keys_of(gram):
-                keys[key] += n
-        if keys:
-            statement = self._store.insert(transitions)
-            statement = statement.on_conflict_do_update(
-                index_elements=["app", "kind", "context", "step"],
-                set_={"n": transitions.c.n + statement.excluded.n},
-            )
-            # In the order of the primary key: SQLite then walks the tree once.
-            db.execute(
-                statement,
-                [
-                    {"app": app, "kind": kind, "context": context, "step": step, "n": n}
-                    for (kind, context, step), n in sorted(keys.items())
-                ],
-            )
-        if counts.sums:
-            statement = self._store.insert(path_sums)
-            names = ("asked", "gap_s", "gaps", "latency_ms", "served", "bytes", "answered")
-            added: dict[str, Any] = {name: path_sums.c[name] + statement.excluded[name] for name in names}
-            added["route"] = sa.case(
-                (statement.excluded.route != "", statement.excluded.route), else_=path_sums.c.route
-            )
-            statement = statement.on_conflict_do_update(index_elements=["app", "path"], set_=added)
-            db.execute(
-                statement,
-                [
-                    {
-                        "app": app,
-                        "path": path,
-                        "route": sums.route,
-                        **{name: getattr(sums, name) for name in names},
-                    }
-                    for path, sums in sorted(counts.sums.items())
-                ],
-            )
+                keys[key] = keys.get(key, 0) + n
+        # In the order of the primary key: SQLite then walks the tree once.
+        self._store.upsert(db, transitions, [(app, *key, n) for key, n in sorted(keys.items())], add=("n",))
+        names = [one.name for one in fields(Sums)]
+        sums = [(app, path, *attrgetter(*names)(one)) for path, one in sorted(counts.sums.items())]
+        self._store.upsert(db, path_sums, sums, add=names)
 
-    def _keep_tails(self, db: Connection, app: int, touched: dict[str, list[tuple[float, Step]]]) -> None:
+    def _keep_tails(self, db: Connection, app: int, touched: dict[str, Tail]) -> None:
         now = self._store.clock()
         db.execute(tails.delete().where(tails.c.app == app, tails.c.touched_at < now - _FORGET_TAILS_S))
-        if not touched:
-            return
-        statement = self._store.insert(tails)
-        statement = statement.on_conflict_do_update(
-            index_elements=["app", "session"],
-            set_={"steps": statement.excluded.steps, "touched_at": statement.excluded.touched_at},
-        )
-        db.execute(
-            statement,
-            [
-                {
-                    "app": app,
-                    "session": session,
-                    "steps": orjson.dumps([[t, *step] for t, step in tail]).decode(),
-                    "touched_at": now,
-                }
-                for session, tail in sorted(touched.items())
-            ],
-        )
+        rows = [(app, session, orjson.dumps(tail).decode(), now) for session, tail in sorted(touched.items())]
+        self._store.upsert(db, tails, rows, replace=("state", "touched_at"))

@@ -116,14 +116,13 @@ mined = Table(
     Column("mined_at", Float, nullable=False),
 )
 
-# The last steps of each session's present visit, as JSON [[t, path, route], …]: what the next run needs to go
-# on.
+# Each session's present visit: when its last step was, and its last steps, oldest first; what the next run needs to go on.
 tails = Table(
     "tails",
     metadata,
     Column("app", Integer, primary_key=True),
     Column("session", Text, primary_key=True),
-    Column("steps", Text, nullable=False),
+    Column("state", Text, nullable=False),  # JSON [t, [[path, route], …]]
     Column("touched_at", Float, nullable=False),
 )
 
@@ -144,7 +143,6 @@ path_sums = Table(
     metadata,
     Column("app", Integer, primary_key=True),
     Column("path", Text, primary_key=True),
-    Column("route", Text, nullable=False),
     Column("asked", BigInteger, nullable=False),
     Column("gap_s", Float, nullable=False),  # to the step after it
     Column("gaps", BigInteger, nullable=False),

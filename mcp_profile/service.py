@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import threading
 import time
 from collections import Counter
@@ -28,6 +29,8 @@ MAX_PROFILE_BYTES = 16 << 20
 # Mining takes at most this share of one thread's time, whatever the number of requests: with 20 ms of new
 # events the profile is at most 0.2 s old, with 1 s of them 10 s.
 _SHARE = 0.1
+# How long a request may wait for mining; after a long absence of both, what is behind is caught up with over several requests.
+_WITHIN_S = 2.0
 _LONGEST_SESSION = 10_000
 
 
@@ -65,10 +68,10 @@ class Profiles:
         self._rest_until: dict[int, float] = {}
         self._cache: dict[tuple[int, int], tuple[int, Rendered]] = {}
 
-    def mine(self, app: int) -> int:
+    def mine(self, app: int, *, within_s: float = math.inf) -> int:
         """Count what is new now; how many events that were."""
         started = self._monotonic()
-        counted = self._miner.mine(app)
+        counted = self._miner.mine(app, within_s=within_s)
         self._rest_until[app] = self._monotonic() + (self._monotonic() - started) / _SHARE
         return counted
 
@@ -156,7 +159,7 @@ class Profiles:
         if self._monotonic() >= self._rest_until.get(app, 0.0) and self._store.last_event(
             app
         ) > self._miner.watermark(app):
-            self.mine(app)
+            self.mine(app, within_s=_WITHIN_S)
 
 
 def _graph(

@@ -6,7 +6,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,32 @@ class Store:
             with self._engine.connect().execution_options(**options) as db, db.begin():
                 yield db
 
+    def upsert(
+        self,
+        db: Connection,
+        table: sa.Table,
+        rows: Sequence[tuple[Any, ...]],
+        *,
+        add: Sequence[str] = (),
+        replace: Sequence[str] = (),
+    ) -> None:
+        """Insert rows (values in the order of the table's columns); where the primary key is taken, add or replace columns.
+
+        As text, not as expressions of SQLAlchemy: its executemany costs 10 µs a row, three times the rest.
+        """
+        if not rows:
+            return
+        names = [column.name for column in table.columns]
+        keys = [column.name for column in table.primary_key.columns]
+        changes = [f"{name} = {table.name}.{name} + excluded.{name}" for name in add]
+        changes += [f"{name} = excluded.{name}" for name in replace]
+        mark = "?" if self.is_sqlite else "%s"
+        db.exec_driver_sql(
+            f"INSERT INTO {table.name} ({', '.join(names)}) VALUES ({', '.join([mark] * len(names))}) "
+            f"ON CONFLICT ({', '.join(keys)}) DO UPDATE SET {', '.join(changes)}",
+            list(rows),
+        )
+
     def insert(self, table: sa.Table) -> Any:
         """An INSERT that knows ``on_conflict_do_…`` (SQLite's and PostgreSQL's are spelled alike)."""
         return (sqlite if self.is_sqlite else postgresql).insert(table)
@@ -113,7 +139,7 @@ class Store:
 
     def last_event(self, app: int) -> int:
         """The id of the application's newest event, 0 if there is none."""
-        newest = sa.select(events.c.id).where(events.c.app == app).order_by(events.c.id.desc()).limit(1)
+        newest = sa.select(events.c.id).where(events.c.app + 0 == app).order_by(events.c.id.desc()).limit(1)
         with self.read() as db:
             return int(db.execute(newest).scalar() or 0)
 
@@ -184,31 +210,8 @@ class Store:
             total[0] += 1
             total[1] += latency_ms
             total[2] += nbytes
-        statement = self.insert(hourly)
-        added = statement.excluded
-        statement = statement.on_conflict_do_update(
-            index_elements=["app", "hour", "source", "outcome"],
-            set_={
-                "events": hourly.c.events + added.events,
-                "latency_ms": hourly.c.latency_ms + added.latency_ms,
-                "bytes": hourly.c.bytes + added.bytes,
-            },
-        )
-        db.execute(
-            statement,
-            [
-                {
-                    "app": app,
-                    "hour": hour,
-                    "source": source,
-                    "outcome": outcome,
-                    "events": n,
-                    "latency_ms": latency,
-                    "bytes": nbytes,
-                }
-                for (hour, source, outcome), (n, latency, nbytes) in sorted(groups.items())
-            ],
-        )
+        rows = [(app, *key, *total) for key, total in sorted(groups.items())]
+        self.upsert(db, hourly, rows, add=("events", "latency_ms", "bytes"))
 
     def _connect(self) -> Engine:
         if not self.is_sqlite:

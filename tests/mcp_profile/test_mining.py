@@ -62,7 +62,7 @@ def _learned(store: Store) -> Any:
         return [
             sorted(db.execute(sa.select(transitions)).all()),
             sorted(db.execute(sa.select(path_sums)).all()),
-            sorted(db.execute(sa.select(tails.c.session, tails.c.steps)).all()),
+            sorted(db.execute(sa.select(tails.c.session, tails.c.state)).all()),
         ]
 
 
@@ -209,7 +209,7 @@ def test_the_sql_counts_the_same_on_sqlite_and_duckdb(steps: list[tuple[str, str
     counts = Counts(order=2)
     seen: dict[str, Any] = {}
     for _, t, session, path, route, *_ in rows:
-        seen[session] = counts.follow(seen.get(session, []), t, (path, route))
+        seen[session] = counts.follow(seen.get(session, (0.0, ())), t, (path, route))
     expected = Counter(
         {
             tuple(reversed([one for step in gram for one in reversed(step)])): n
