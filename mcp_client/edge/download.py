@@ -17,7 +17,6 @@ from .._httpx import httpx
 from ..errors import ConnectionFailedError, EdgeError, IntegrityError, MCPError, ProtocolError, ServerError
 
 _ATTEMPTS = 5  # as long as each brings something new; a line that breaks more often is left for the next sync
-_CHUNK = 256 * 1024
 _KEEP_FREE = 16 * 1024 * 1024  # bytes of disk that a download must leave to others
 
 
@@ -90,7 +89,9 @@ class _Transfer:
         self._progress = progress
 
     def run(self) -> str:
-        """Go on from what ``.part`` holds to the end; the digest of the whole."""
+        """Go on from what ``.part`` holds to the end; the digest of the whole, "" if it can't be what was
+        left.
+        """
         handle = os.open(self._part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         with os.fdopen(handle, "r+b") as file:
             hasher = hashlib.file_digest(file, "sha256")
@@ -101,18 +102,15 @@ class _Transfer:
             if done:
                 headers |= {"Range": f"bytes={done}-", "If-Range": self._etag}
             with self._http.stream("GET", self._url, params=self._params, headers=headers) as response:
-                if (
-                    response.status_code == 416
-                ):  # nothing after what is there: complete, or not this file at all
-                    file.truncate(0)
-                    raise httpx.RemoteProtocolError(f"the server has no bytes after {done}")
+                if done and response.status_code == 416:  # nothing follows what is there: it is not this file
+                    return ""
                 if done and response.status_code == 200:
                     file.seek(0)
                     file.truncate()
                     hasher, done = hashlib.sha256(), 0
                 total = self._total(response, done)
                 self._require_space(total - done)
-                for chunk in response.iter_raw(_CHUNK):
+                for chunk in response.iter_raw():
                     done += len(chunk)
                     self.received += len(chunk)
                     if total and done > total:

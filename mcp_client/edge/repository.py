@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import threading
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -181,7 +180,7 @@ class ModelRepository:
             note.unlink(missing_ok=True)
             return
         note.parent.mkdir(mode=0o700, exist_ok=True)
-        fresh = note.with_name(f"{name}.{os.getpid()}.{threading.get_ident()}")
+        fresh = note.with_name(f"{name}.new")
         fresh.write_text(version + "\n", "utf-8")
         fresh.replace(note)
 

@@ -201,7 +201,10 @@ class EdgeRuntime:
                 continue
             for failure in failures:
                 log.warning(
-                    "edge: version %s of %r is used, as a newer one can't be: %s", candidate, name, failure
+                    "edge: version %s of %r stands in for one that can't be used: %s",
+                    candidate,
+                    name,
+                    failure,
                 )
             return model
         raise failures[0]
