@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import os
+import sys
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, BinaryIO, cast
 
 import typer
 
 if TYPE_CHECKING:
     from .access import Access
+    from .store import Store
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, help="The Profile API: takes telemetry, serves profiles."
@@ -24,6 +27,7 @@ def _default_db() -> str:
     return f"sqlite:///{Path(state) / 'mcp_profile' / 'profile.sqlite'}"
 
 
+Application = Annotated[str, typer.Option(help="Of which application.")]
 Database = Annotated[
     str,
     typer.Option(
@@ -68,24 +72,52 @@ def serve(
 
 
 @app.command()
-def mine(
-    db: Database = "",
-    application: Annotated[str, typer.Option(help="Of which application.")] = "default",
-) -> None:
+def mine(db: Database = "", application: Application = "default") -> None:
     """Count the events that are new, now."""
-    from .server import database_url
     from .service import Profiles
-    from .store import Store
 
-    store = Store(database_url(db or _default_db()))
-    try:
-        counted = Profiles(store).mine(store.application(application))
-    except LookupError as error:
-        typer.echo(f"mcp-profile: {error}", err=True)
-        raise typer.Exit(2) from None
-    finally:
-        store.close()
+    with _store(db) as store:
+        counted = Profiles(store).mine(_application(store, application))
     typer.echo(f"{counted} events mined")
+
+
+@app.command()
+def retention(
+    days: Annotated[
+        float, typer.Option(help="Events older than this go; what was learned from them stays.", min=0)
+    ],
+    db: Database = "",
+) -> None:
+    """Mine what is new, then delete old events."""
+    from .service import Profiles
+    from .upkeep import retire
+
+    with _store(db) as store:
+        for app_id in store.applications():
+            Profiles(store).mine(app_id)
+        deleted = retire(store, days)
+    typer.echo(f"{deleted} events deleted")
+
+
+@app.command()
+def export(
+    file: Annotated[
+        Path,
+        typer.Argument(
+            help="Where to: one JSON object a line, gzipped if the name ends in .gz; - is stdout."
+        ),
+    ],
+    db: Database = "",
+    application: Application = "default",
+) -> None:
+    """Copy the events of an application out."""
+    from .upkeep import export as write
+
+    with _store(db) as store, contextlib.ExitStack() as stack:
+        app_id = _application(store, application)
+        out = sys.stdout.buffer if str(file) == "-" else stack.enter_context(_created(file))
+        written = write(store, app_id, out)
+    typer.echo(f"{written} events written to {file}", err=True)
 
 
 keys = typer.Typer(
@@ -136,16 +168,35 @@ def revoke_key(
 
 
 @contextlib.contextmanager
-def _access(db: str) -> Iterator[Access]:
-    from .access import Access
+def _store(db: str) -> Iterator[Store]:
     from .server import database_url
     from .store import Store
 
     store = Store(database_url(db or _default_db()))
     try:
-        yield Access(store)
+        yield store
     finally:
         store.close()
+
+
+@contextlib.contextmanager
+def _access(db: str) -> Iterator[Access]:
+    from .access import Access
+
+    with _store(db) as store:
+        yield Access(store)
+
+
+def _application(store: Store, name: str) -> int:
+    try:
+        return store.application(name)
+    except LookupError as error:
+        typer.echo(f"mcp-profile: {error}", err=True)
+        raise typer.Exit(2) from None
+
+
+def _created(file: Path) -> BinaryIO:
+    return cast(BinaryIO, gzip.open(file, "wb", 5) if file.suffix == ".gz" else file.open("wb"))
 
 
 def main() -> None:

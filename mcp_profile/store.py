@@ -128,6 +128,11 @@ class Store:
                 self._count(db, app, batch)
         return len(batch.rows), 0, batch.rejected
 
+    def applications(self) -> list[int]:
+        """The ids of all applications."""
+        with self.read() as db:
+            return list(db.execute(sa.select(applications.c.id).order_by(applications.c.id)).scalars())
+
     def application(self, name: str) -> int:
         """The id of an application; ``LookupError`` if there is none of that name."""
         with self.read() as db:
