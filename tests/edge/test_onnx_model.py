@@ -12,7 +12,6 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
-from tests import models
 
 from mcp_client.edge.model import OnnxModel, file_digest
 from mcp_client.errors import (
@@ -24,6 +23,7 @@ from mcp_client.errors import (
 )
 from mcp_client.result import Answer
 from mcp_client.tensors import TensorSpec, dtype_of
+from tests import models
 
 X = np.array([[1.0, 2.0, 3.0]], dtype=np.float32)
 
@@ -168,7 +168,7 @@ def test_a_failure_inside_the_model_is_an_edge_error(tmp_path: Path) -> None:
         inputs=[("x", TensorProto.FLOAT, ["n"]), ("shape", TensorProto.INT64, [1])],
         outputs=[("y", TensorProto.FLOAT, None)],
     )
-    with pytest.raises(EdgeError, match=r"model 'm' failed: .*reshape\") as caught:
+    with pytest.raises(EdgeError, match=r"model 'm' failed: .*reshape") as caught:
         OnnxModel(path).run({"x": np.zeros(3, np.float32), "shape": np.array([2])})
     assert not isinstance(caught.value, InvalidInputError)
 
