@@ -113,6 +113,16 @@ class Staging:
                 shutil.rmtree(left, ignore_errors=True)
 
 
+def set_aside(repository: ModelRepository, folder: Path) -> Path:
+    """Take a version out of use in one step, so that none is ever seen half removed; where it lies now,
+    to be deleted.
+    """
+    aside = repository.root / _STAGING / f"removed-{_short_hash(str(folder))}"
+    shutil.rmtree(aside, ignore_errors=True)
+    folder.rename(aside)
+    return aside
+
+
 def _exchange(new: Path, old: Path) -> None:
     """Swap two folders in one step where the system can (Linux, most file systems); in two renames where
     it can't.

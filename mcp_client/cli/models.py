@@ -1,0 +1,123 @@
+"""``mcp-client models``: the models on this machine: fetch, list, verify, remove, pin and roll back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.filesize import decimal
+from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
+from rich.table import Table
+
+from .._httpx import httpx
+from ..edge.repository import ModelRepository
+from ..edge.sync import sync as sync_models
+from ..edge.upkeep import Held, remove, survey, trim
+
+app = typer.Typer(no_args_is_help=True, help="The models on this machine.")
+
+Folder = Annotated[Path, typer.Option("--folder", "-f", envvar="MCP_EDGE", help="the folder of models")]
+Model = Annotated[str, typer.Argument(help="model id")]
+Version = Annotated[str, typer.Argument()]
+HERE = Path("models")
+
+
+@app.command()
+def sync(
+    url: Annotated[str, typer.Argument(envvar="MCP_URL", help="http://host:port of an mcp-server")],
+    models: Annotated[
+        list[str] | None, typer.Argument(help="model ids; default: all that the server has")
+    ] = None,
+    folder: Folder = HERE,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="MCP_API_KEY", help="sent as Authorization: Bearer")
+    ] = None,
+    max_bytes: Annotated[
+        int | None, typer.Option(help="disk budget: versions not in use are removed")
+    ] = None,
+    timeout: Annotated[
+        float, typer.Option(help="seconds without a byte before the line counts as broken")
+    ] = 30.0,
+) -> None:
+    """Download what is new or changed on a server: verified, resumed after a break, put in place whole."""
+    repository = ModelRepository(folder)
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
+    with httpx.Client(headers=headers, timeout=timeout) as http, Progress(*columns, console=_errors) as bars:
+        tasks: dict[str, TaskID] = {}
+
+        def told(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = bars.add_task(what, total=total or None)
+            bars.update(tasks[what], completed=done)
+
+        report = sync_models(repository, url, http=http, models=models or None, progress=told)
+    for what, found in (("downloaded", report.downloaded), ("unchanged", report.unchanged)):
+        for model, version in found.items():
+            typer.echo(f"{what} {model} {version}")
+    for model, error in report.failed.items():
+        typer.echo(f"failed {model}: {error}", err=True)
+    if max_bytes is not None:
+        for held in trim(repository, max_bytes):
+            typer.echo(f"removed {held.model} {held.version}")
+    if report.failed:
+        raise typer.Exit(1)
+
+
+@app.command(name="ls")
+def ls(folder: Folder = HERE) -> None:
+    """List the models, with the version in use (*) and what is pinned."""
+    table = Table("model", "version", "", "size", "digest")
+    for held in survey(ModelRepository.open(folder)):
+        digest = held.digest.removeprefix("sha256:")[:12] or "[red]damaged[/red]"
+        table.add_row(held.model, held.version, _marks(held), decimal(held.nbytes), digest)
+    Console().print(table)
+
+
+@app.command()
+def verify(folder: Folder = HERE) -> None:
+    """Hash every file and compare it with its .sha256; exit status 1 if one is damaged."""
+    faults = 0
+    for held in survey(ModelRepository.open(folder)):
+        typer.echo(
+            f"{'damaged' if held.fault else 'intact'} {held.model} {held.version} {held.fault or held.digest}"
+        )
+        faults += bool(held.fault)
+    if faults:
+        raise typer.Exit(1)
+
+
+@app.command()
+def rm(model: Model, version: Version, folder: Folder = HERE) -> None:
+    """Delete a version of a model."""
+    typer.echo(f"freed {decimal(remove(ModelRepository.open(folder), model, version))}")
+
+
+@app.command()
+def pin(model: Model, version: Version, folder: Folder = HERE) -> None:
+    """Use this version, whatever a sync brings, until it is unpinned."""
+    ModelRepository.open(folder).pin(model, version)
+    typer.echo(f"pinned {model} {version}")
+
+
+@app.command()
+def unpin(model: Model, folder: Folder = HERE) -> None:
+    """Use the version that the server runs, or the newest, again."""
+    repository = ModelRepository.open(folder)
+    repository.unpin(model)
+    typer.echo(f"in use {model} {repository.resolve(model).version}")
+
+
+@app.command()
+def rollback(model: Model, folder: Folder = HERE) -> None:
+    """Go back to the version before the one in use, and pin it."""
+    typer.echo(f"pinned {model} {ModelRepository.open(folder).rollback(model)}")
+
+
+_errors = Console(stderr=True)
+
+
+def _marks(held: Held) -> str:
+    return ("*" if held.current else "") + (" pinned" if held.pinned else "")
