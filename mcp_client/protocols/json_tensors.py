@@ -22,8 +22,9 @@ from ..errors import InvalidInputError, ProtocolError
 from ..tensors import Array, datatype_of, element_count, from_raw, wire_dtype
 
 _WORDS = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}
-# The one float32 (and its negative) whose shortest decimal, 7.038531e-26, becomes another float32 when it is
-# parsed as a double and then rounded, as JSON readers do; it is written with a double's digits instead.
+# The one float32 (and its negative; all were tried) whose shortest decimal, 7.038531e-26, becomes another
+# float32 when it is parsed as a double and then rounded, as JSON readers do; it is written with a double's
+# digits instead.
 _DOUBLE_ROUNDED = np.uint32(0x15AE43FD)
 _MOST_ELEMENTS = 2**58  # × 16 bytes is what numpy can address; guards reshape against shapes like [0, 2**63]
 
