@@ -103,14 +103,20 @@ def _length(text: str) -> int:
 
 def frequent_paths(db: Connection, app: int, min_support: int, limit: int) -> list[dict[str, object]]:
     """Closed sequences, most frequent first: none is part of a longer one that was seen as often."""
-    t = transitions.c
+    t, s = transitions.c, path_sums.c
     rows = db.execute(
         sa.select(t.context, t.step, t.n)
-        .where(t.app == app, t.kind == "path", t.n >= min_support)
+        .where(t.app == app, t.kind == "path", t.context != "", t.n >= min_support)
         .order_by(t.n.desc(), t.context, t.step)
         .limit(100 * limit)
     )
-    support = {(*(context.split(SEPARATOR) if context else ()), step): int(n) for context, step, n in rows}
+    support = {(*context.split(SEPARATOR), step): int(n) for context, step, n in rows}
+    single = (
+        sa.select(s.path, s.asked)
+        .where(s.app == app, s.asked >= min_support)
+        .order_by(s.asked.desc(), s.path)
+    )
+    support |= {(path,): n for path, n in db.execute(single.limit(100 * limit))}
     closed = dict(support)
     for steps, n in support.items():
         for part in (steps[:-1], steps[1:]):

@@ -20,7 +20,7 @@ from sqlalchemy.engine import Connection
 
 from .schema import events, mined, path_sums, tails, transitions
 from .sessions import IDLE_S, LOST
-from .steps import Step, keys_of
+from .steps import ROUTE_ORDER, Step, keys_of
 from .store import Store
 
 # Events counted in one go: what bounds memory, and how long the transaction that adds the counts keeps other
@@ -63,6 +63,8 @@ class Counts:
         """Count a step that comes after ``tail``; returns the tail after it."""
         last, before = tail
         if before and t - last <= IDLE_S:
+            if step[0] == before[-1][0]:
+                return t, before  # a reload of the same path is no step
             sums = self.sums[before[-1][0]]
             sums.gap_s += max(0.0, t - last)
             sums.gaps += 1
@@ -92,7 +94,7 @@ class Miner:
     """
 
     def __init__(self, store: Store, *, order: int = 4) -> None:
-        self.order = order
+        self.order = max(order, ROUTE_ORDER + 1)  # what keys_of needs to see
         self._store = store
         self._lock = threading.Lock()
 

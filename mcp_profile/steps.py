@@ -1,17 +1,64 @@
-"""Which transitions one step behind others is evidence for."""
+"""Which transitions a step is evidence for, counted as the client's own predictor counts them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
+from itertools import pairwise
 
+from mcp_client.errors import ConfigurationError
+from mcp_client.prefetch.predictor import route_step
 from mcp_client.prefetch.profile import SEPARATOR
+from mcp_client.prefetch.routes import Params, Route
 
-Step = tuple[str, str]  # path, route
+Step = tuple[str, str]  # path, and the template of its route or ""
+# The predictor looks no further back on routes: what is done to parameters repeats soon.
+ROUTE_ORDER = 2
 
 
 def keys_of(gram: tuple[Step, ...]) -> Iterator[tuple[str, str, str]]:
-    """(kind, context, next) of every order, from none (popularity) to all steps before the last."""
-    *before, (path, _) = gram
-    paths = [one for one, _ in before]
-    for order in range(len(paths) + 1):
-        yield "path", SEPARATOR.join(paths[len(paths) - order :]), path
+    """(kind, context, next) for contexts of every order, from none to all the steps before.
+
+    ``gram``: a step behind the steps of its visit before it, oldest first; of a visit that is longer at least
+    ``ROUTE_ORDER`` + 1 of them. The first step of a visit follows nothing and is evidence for nothing.
+    """
+    if len(gram) == 1:
+        return
+    yield from _contexts("path", [path for path, _ in gram])
+    # What a step does to its route's parameters takes the step before it to say.
+    visible = gram[-ROUTE_ORDER - 2 :]
+    moves = [_move(before, step) for before, step in pairwise(visible)]
+    if len(moves) <= ROUTE_ORDER:
+        moves.insert(0, _move(("", ""), visible[0]))  # the visit began here
+    yield from _contexts("route", moves)
+
+
+def _contexts(kind: str, steps: list[str]) -> Iterator[tuple[str, str, str]]:
+    *before, step = steps
+    for start in range(len(before), -1, -1):
+        yield kind, SEPARATOR.join(before[start:]), step
+
+
+@lru_cache(maxsize=1 << 16)
+def _move(before: Step, step: Step) -> str:
+    there = _resolved(step)
+    return step[0] if there is None else route_step(_resolved(before), there)
+
+
+def _resolved(step: Step) -> tuple[Route, Params] | None:
+    path, template = step
+    route = _route(template) if template else None
+    params = route.match(path) if route is not None else None
+    return (route, params) if route is not None and params is not None else None
+
+
+@lru_cache(maxsize=1 << 12)
+def _route(template: str) -> Route | None:
+    try:
+        return Route.of(template, _no_builder)
+    except ConfigurationError:
+        return None  # an event's route is what a client says it is; one that is none is no reason to lose the step
+
+
+def _no_builder() -> None:
+    raise NotImplementedError("the Profile API reads routes; it builds no inputs")

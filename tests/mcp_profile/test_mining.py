@@ -14,10 +14,13 @@ import sqlalchemy as sa
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcp_client.prefetch.profile import SEPARATOR
+from mcp_client.prefetch.predictor import Predictor
+from mcp_client.prefetch.profile import SEPARATOR, Profile
+from mcp_client.prefetch.routes import Route, RouteTable
 from mcp_profile.ingest import Batch, Row
 from mcp_profile.mining import Counts, Miner
 from mcp_profile.schema import events, path_sums, tails, transitions
+from mcp_profile.service import Profiles
 from mcp_profile.sessions import IDLE_S, grams
 from mcp_profile.store import DEFAULT_APP, Store
 
@@ -67,16 +70,45 @@ def _learned(store: Store) -> Any:
 
 
 def test_a_step_is_counted_behind_every_context_that_it_followed(store: Store) -> None:
-    _ingest(store, [_row(n, path) for n, path in enumerate("abc")])
-    assert Miner(store, order=2).mine(DEFAULT_APP) == 3
-    assert _counts(store) == {
-        ("", "a"): 1,
-        ("", "b"): 1,
-        ("", "c"): 1,
+    _ingest(store, [_row(n, path) for n, path in enumerate("abcbd")])
+    assert Miner(store).mine(DEFAULT_APP) == 5
+    counts = _counts(store)
+    assert [step for context, step in counts if context == ""] == [
+        "b",
+        "c",
+        "d",
+    ]  # the first step of a visit follows nothing
+    assert {key: n for key, n in counts.items() if key[1] == "b"} == {
+        ("", "b"): 2,
         ("a", "b"): 1,
-        ("b", "c"): 1,
-        ("a b", "c"): 1,
+        ("c", "b"): 1,
+        ("b c", "b"): 1,
+        ("a b c", "b"): 1,
     }
+
+
+def test_a_reload_is_no_step(store: Store) -> None:
+    _ingest(store, [_row(n, path) for n, path in enumerate("aabbbc")])
+    Miner(store).mine(DEFAULT_APP)
+    assert set(_counts(store)) == {("", "b"), ("a", "b"), ("", "c"), ("b", "c"), ("a b", "c")}
+
+
+def test_a_step_on_a_route_is_counted_by_what_it_does_to_the_parameters(store: Store) -> None:
+    route = "/doc/{id}/page/{n:int}"
+    pages = ["/doc/x/page/1", "/doc/x/page/2", "/doc/x/page/3", "/doc/y/page/1"]
+    _ingest(store, [_row(n, path, route=route) for n, path in enumerate(pages)])
+    Miner(store).mine(DEFAULT_APP)
+    counts = _counts(store, "route")
+    assert counts["", f"{route}|id=|n=1"] == 2
+    assert counts[f"{route}|id=?|n=?", f"{route}|id=|n=1"] == 1
+    assert counts[f"{route}|id=|n=1", f"{route}|id=?|n=-2"] == 1
+
+
+@pytest.mark.parametrize("route", ["no template", "/{", "/other/{id}", "/{id:float}"])
+def test_a_route_that_is_none_costs_no_step(route: str, store: Store) -> None:
+    _ingest(store, [_row(1, "/a", route=route), _row(2, "/b", route=route)])
+    Miner(store).mine(DEFAULT_APP)
+    assert _counts(store, "route") == _counts(store)
 
 
 def test_nothing_new_costs_nothing_and_changes_nothing(store: Store) -> None:
@@ -91,9 +123,12 @@ def test_nothing_new_costs_nothing_and_changes_nothing(store: Store) -> None:
 def test_a_pause_ends_a_visit_and_a_clock_set_back_does_not(store: Store) -> None:
     times = [0.0, 10.0, 10.0 + IDLE_S, 11.0 + 2 * IDLE_S, 5.0]
     _ingest(store, [_row(n, path, t=1e9 + t) for n, (path, t) in enumerate(zip("abcde", times, strict=True))])
-    Miner(store, order=1).mine(DEFAULT_APP)
-    follows = {key for key in _counts(store) if key[0]}
-    assert follows == {("a", "b"), ("b", "c"), ("d", "e")}
+    Miner(store).mine(DEFAULT_APP)
+    assert {key for key in _counts(store) if key[0] and " " not in key[0]} == {
+        ("a", "b"),
+        ("b", "c"),
+        ("d", "e"),
+    }
     with store.read() as db:
         gaps = dict(db.execute(sa.select(path_sums.c.path, path_sums.c.gap_s)).all())
     assert gaps == {"a": 10.0, "b": IDLE_S, "c": 0.0, "d": 0.0, "e": 0.0}
@@ -107,8 +142,8 @@ def test_lost_prefetches_and_requests_without_a_path_are_no_steps(store: Store) 
         _row(4, "b", outcome="used"),
     ]
     _ingest(store, rows)
-    Miner(store, order=1).mine(DEFAULT_APP)
-    assert _counts(store) == {("", "a"): 1, ("", "b"): 1, ("a", "b"): 1}
+    Miner(store).mine(DEFAULT_APP)
+    assert _counts(store) == {("", "b"): 1, ("a", "b"): 1}
 
 
 def test_a_request_without_a_session_counts_for_its_path_and_follows_nothing(store: Store) -> None:
@@ -135,16 +170,16 @@ def test_costs_are_those_of_servers_and_sizes_those_of_answers(store: Store) -> 
 def test_applications_are_kept_apart(store: Store) -> None:
     _ingest(store, [_row(1, "a"), _row(2, "b")], "one", app=1)
     _ingest(store, [_row(3, "c")], "two", app=2)
-    Miner(store, order=1).mine(1)
-    assert set(_counts(store)) == {("", "a"), ("", "b"), ("a", "b")}
-    Miner(store, order=1).mine(2)
+    Miner(store).mine(1)
+    assert set(_counts(store)) == {("", "b"), ("a", "b")}
+    Miner(store).mine(2)
     assert ("b", "c") not in _counts(store)
 
 
 def test_of_two_miners_at_once_one_counts(store: Store, tmp_path: Path) -> None:
     other = Store(str(store.url))
     _ingest(store, [_row(n, "ab"[n % 2]) for n in range(10)])
-    mine, theirs = Miner(store, order=1), Miner(other, order=1)
+    mine, theirs = Miner(store), Miner(other, order=1)
     rows = mine._store.last_event(DEFAULT_APP)
     with store.write() as db:
         assert mine._advance(db, DEFAULT_APP, 0, rows, Counts(1))
@@ -181,12 +216,65 @@ def test_mining_bit_by_bit_is_mining_at_once(steps: list[tuple[str, str, float]]
     bounds = [0, *sorted(cut for cut in cuts if 0 < cut < len(rows)), len(rows)]
     for number, (start, end) in enumerate(itertools.pairwise(bounds)):
         _ingest(bit_by_bit, rows[start:end], str(number))
-        Miner(bit_by_bit, order=3).mine(DEFAULT_APP)
+        Miner(bit_by_bit, order=4).mine(DEFAULT_APP)
     _ingest(at_once, rows)
-    Miner(at_once, order=3).mine(DEFAULT_APP)
+    Miner(at_once, order=4).mine(DEFAULT_APP)
     assert _learned(bit_by_bit) == _learned(at_once)
     bit_by_bit.close()
     at_once.close()
+
+
+_ROUTE = "/doc/{id}/page/{n:int}"
+_reading = st.lists(
+    st.tuples(
+        st.sampled_from("st"),
+        st.sampled_from(
+            ["/home", "/doc/x/page/1", "/doc/x/page/2", "/doc/x/page/3", "/doc/y/page/1", "/doc/y/page/2"]
+        ),
+        st.sampled_from([0.0, 1.0, IDLE_S, IDLE_S + 1.0]),
+    ),
+    max_size=60,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(reading=_reading)
+def test_the_server_counts_what_a_predictor_counts_that_saw_it_all(
+    reading: list[tuple[str, str, float]],
+) -> None:
+    route = Route.of(_ROUTE, lambda id, n: None)
+    table = RouteTable()
+    table.add(route)
+    predictor = Predictor(order=4, routes=table)
+    rows: list[Row] = []
+    clock = 1e9
+    for seq, (session, path, pause) in enumerate(reading):
+        clock += pause
+        predictor.observe(session, path, clock)
+        rows.append(_row(seq, path, session, t=clock, route=_ROUTE if route.match(path) else ""))
+    store = Store("sqlite://")
+    _ingest(store, rows)
+    mined = Profiles(store).rendered(DEFAULT_APP).profile
+    store.close()
+    seen = predictor.to_profile("1")
+    assert mined.paths == seen.paths
+    assert mined.routes == seen.routes
+
+
+def test_a_profile_makes_a_new_client_predict_what_was_in_the_events(store: Store) -> None:
+    pages = [f"/doc/x/page/{n}" for n in range(1, 20)]
+    rows = [_row(n, path, route=_ROUTE) for n, path in enumerate(pages)]
+    rows += [_row(100 + n, path, session="t") for n, path in enumerate(["/home", "/cart", "/pay"] * 3)]
+    _ingest(store, rows)
+    profile = Profile.from_json(Profiles(store).rendered(DEFAULT_APP).json)
+    table = RouteTable()
+    table.add(Route.of(_ROUTE, lambda id, n: None))
+    predictor = Predictor(routes=table)
+    predictor.load(profile)
+    predictor.observe("new", "/home", 0.0)
+    assert predictor.predict("new", 1)[0].path == "/cart"
+    predictor.observe("reader", "/doc/never-seen/page/7", 0.0)
+    assert "/doc/never-seen/page/8" in [found.path for found in predictor.predict("reader", 3)]
 
 
 def test_chunks_are_only_a_matter_of_memory(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
