@@ -1,0 +1,59 @@
+"""MCP 2026 client SDK: inference answered from the nearest place that can answer correctly.
+
+``MCPClient(url).infer(…)`` and its async twin. See the README for the five lines to start with.
+"""
+
+from .client import AsyncMCPClient, AsyncSession, MCPClient, Session
+from .config import Cache, Prefetch, Retry, Telemetry
+from .errors import (
+    AuthenticationError,
+    CircuitOpenError,
+    ClientClosedError,
+    ConfigurationError,
+    ConnectionFailedError,
+    DeadlineExceededError,
+    EdgeError,
+    IntegrityError,
+    InvalidInputError,
+    MCPError,
+    MissingExtraError,
+    NotFoundError,
+    OverloadedError,
+    ProtocolError,
+    RequestRejectedError,
+    ServerError,
+    ServerTimeoutError,
+)
+from .result import InferResult
+from .tensors import ModelMetadata, TensorSpec
+
+__all__ = [
+    "AsyncMCPClient",
+    "AsyncSession",
+    "AuthenticationError",
+    "Cache",
+    "CircuitOpenError",
+    "ClientClosedError",
+    "ConfigurationError",
+    "ConnectionFailedError",
+    "DeadlineExceededError",
+    "EdgeError",
+    "InferResult",
+    "IntegrityError",
+    "InvalidInputError",
+    "MCPClient",
+    "MCPError",
+    "MissingExtraError",
+    "ModelMetadata",
+    "NotFoundError",
+    "OverloadedError",
+    "Prefetch",
+    "ProtocolError",
+    "RequestRejectedError",
+    "Retry",
+    "ServerError",
+    "ServerTimeoutError",
+    "Session",
+    "Telemetry",
+    "TensorSpec",
+]

@@ -83,14 +83,18 @@ class ServerError(MCPError):
     (for example ``shape_mismatch``), ``retry_after_s`` the seconds it asked us to wait, if it did.
     """
 
-    def __init__(self, message: str, *, status: int, code: str = "", retry_after_s: float | None = None) -> None:
+    def __init__(
+        self, message: str, *, status: int, code: str = "", retry_after_s: float | None = None
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.code = code
         self.retry_after_s = retry_after_s
 
     @classmethod
-    def of(cls, status: int, message: str, *, code: str = "", retry_after_s: float | None = None) -> ServerError:
+    def of(
+        cls, status: int, message: str, *, code: str = "", retry_after_s: float | None = None
+    ) -> ServerError:
         """The subclass that fits ``status``."""
         kind = _BY_STATUS.get(status, cls)
         return kind(message, status=status, code=code, retry_after_s=retry_after_s)

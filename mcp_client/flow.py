@@ -36,7 +36,7 @@ from .errors import (
     ServerError,
     listed,
 )
-from .prefetch.prefetcher import Prefetcher
+from .prefetch.prefetcher import Job, Prefetcher
 from .protocols import ClientCodec, WireRequest
 from .protocols.http_common import require_success
 from .protocols.mcp_v1 import McpV1Codec
@@ -138,7 +138,7 @@ class Call:
     started: float
     deadline: float
     id: str
-    purpose: Purpose = "demand"
+    job: Job | None = None  # the prefetch that this is, if it is one
     prefetch_id: str = ""
     # set by the flow
     inputs: dict[str, Array] | None = None
@@ -146,6 +146,10 @@ class Call:
     key: bytes = b""
     attempts: int = 0
     endpoint: str = ""
+
+    @property
+    def purpose(self) -> Purpose:
+        return "demand" if self.job is None else "prefetch"
 
     @property
     def cacheable(self) -> bool:
@@ -331,6 +335,8 @@ class Engine:
             try:
                 return (yield from self._ask_server(call, deadline)), "server"
             except MCPError as error:
+                if self.prefetcher is not None and _no_server_answered(error):
+                    self.prefetcher.overloaded(error)
                 if not (may_fall_back and _no_server_answered(error)):
                     raise
                 server_error = error
@@ -383,10 +389,9 @@ class Engine:
             return
         now = self.clock()
         entry = Entry(answer=answer, stored_at=now, expires_at=now + ttl, nbytes=nbytes_of(answer.outputs))
-        prefetched = call.purpose == "prefetch"
-        if prefetched and self.prefetcher is not None:
-            self.prefetcher.stored(call.key, call.prefetch_id)
-        for key, _ in self.cache.put(call.key, entry, now, reference=not prefetched):
+        if call.job is not None and self.prefetcher is not None:
+            self.prefetcher.stored(call.key, call.job)
+        for key, _ in self.cache.put(call.key, entry, now, reference=call.job is None):
             if self.prefetcher is not None and self.prefetcher.holds(key):
                 self._lose_prefetch(key, "evicted")
 
@@ -434,7 +439,7 @@ class Engine:
     def _lose_prefetch(self, key: bytes, outcome: Literal["expired", "evicted"]) -> None:
         """What was fetched ahead is gone before anyone asked for it: count it, and tell telemetry."""
         assert self.prefetcher is not None
-        job = self.prefetcher.lost(key, outcome)
+        job = self.prefetcher.lost(key)
         if job is not None and self.events is not None:
             route = self.prefetcher.route_of(job.path)
             self.events.record(
@@ -485,15 +490,15 @@ class Engine:
         assert edge is not None
         model = call.model or self._default_model
         try:
-            metadata = yield Run(lambda: edge.metadata(model, call.version), call.deadline)
+            described: ModelMetadata = yield Run(lambda: edge.metadata(model, call.version), call.deadline)
         except EdgeError as error:
             if not self.endpoints:
                 raise
             server_error.add_note(f"The edge could not answer either: {error}")
             raise server_error from error
         if not self.endpoints:
-            self._metadata[name] = metadata
-        return metadata
+            self._metadata[name] = described
+        return described
 
     def _ask_metadata(self, call: Call) -> Flow[ModelMetadata]:
         def exchange(endpoint: Endpoint) -> Flow[ModelMetadata]:
@@ -659,6 +664,10 @@ class Engine:
         """How many demanded requests were answered by each source since the client was made."""
         with self._lock:
             return dict(self._sources)
+
+
+def fingerprint_of(request: Request) -> bytes:
+    return fingerprint(request.model, request.version, request.inputs, request.outputs, request.parameters)
 
 
 def _require_attention(response: Any) -> None:

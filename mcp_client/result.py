@@ -79,5 +79,7 @@ class InferResult:
         return len(self.outputs)
 
     def __repr__(self) -> str:
-        shapes = ", ".join(f"{name}: {array.dtype}{list(array.shape)}" for name, array in self.outputs.items())
+        shapes = ", ".join(
+            f"{name}: {array.dtype}{list(array.shape)}" for name, array in self.outputs.items()
+        )
         return f"InferResult({shapes}; source={self.source}, {self.latency_ms:.2f} ms, model={self.model}:{self.version})"

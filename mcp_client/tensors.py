@@ -103,11 +103,8 @@ def as_tensor(value: Any, spec: TensorSpec | None = None, *, what: str = "input"
     that no value can be hurt by is made. Python numbers, strings and nested lists have no datatype of their own: they
     take the spec's (without a spec: FP32, INT64, BOOL or BYTES) and gain leading axes of length 1 where the model has them.
     """
-    if type(value) is np.ndarray and spec is not None and value.dtype is _DTYPES.get(spec.datatype):
-        # The common case, quickly: an array that fits as it is. (BYTES elements have to be looked at.)
-        shape = spec.shape
-        if value.dtype.kind != "O" and (shape is None or _fits(shape, value.shape)):
-            return value
+    if spec is not None and _fits_as_it_is(value, spec):
+        return value  # type: ignore[no-any-return]
     typed = not isinstance(value, (bool, int, float, str, bytes, list, tuple, range))
     if typed:
         array = _from_typed(value, what)
@@ -121,6 +118,15 @@ def as_tensor(value: Any, spec: TensorSpec | None = None, *, what: str = "input"
     array = _fit_datatype(array, spec, what)
     array = _fit_shape(array, spec, what, may_add_axes=not typed)
     return _little_endian(array)
+
+
+def _fits_as_it_is(value: Any, spec: TensorSpec) -> bool:
+    """The common case, found out quickly: an array with nothing to do. (BYTES elements have to be looked at.)"""
+    if type(value) is not np.ndarray or spec.datatype == "BYTES":
+        return False
+    if value.dtype is not _DTYPES.get(spec.datatype):
+        return False
+    return spec.shape is None or _fits(spec.shape, value.shape)
 
 
 def _from_typed(value: Any, what: str) -> Array:
@@ -248,7 +254,7 @@ def _fit_shape(array: Array, spec: TensorSpec, what: str, *, may_add_axes: bool)
 def _fits(wanted: tuple[int, ...], came: tuple[int, ...]) -> bool:
     if len(wanted) != len(came):
         return False
-    for want, size in zip(wanted, came):  # noqa: B905 - lengths were compared; strict costs on the hot path
+    for want, size in zip(wanted, came):  # noqa: B905, SIM110 - quicker so, and this is the hot path
         if want not in (size, -1):
             return False
     return True
@@ -339,7 +345,7 @@ def to_raw(array: Array) -> memoryview | bytes:
             part for item in array.reshape(-1).tolist() for part in (struct.pack("<I", len(item)), item)
         )
     array = np.ascontiguousarray(_little_endian(array)).reshape(-1)
-    return memoryview(array.view(np.uint8)) if array.size else b""
+    return array.view(np.uint8).data if array.size else b""
 
 
 def from_raw(buffer: Any, datatype: str, shape: Sequence[int], *, what: str = "tensor") -> Array:
@@ -422,6 +428,8 @@ def nbytes_of(arrays: Mapping[str, Array]) -> int:
 
 def as_inputs(value: Any, specs: Sequence[TensorSpec] | None) -> dict[str, Array]:
     """What a user passed to ``infer`` as a dict of tensors, checked against the model's inputs (``None``: unknown)."""
+    if specs is not None and len(specs) == 1 and _fits_as_it_is(value, specs[0]):
+        return {specs[0].name: value}
     if isinstance(value, Mapping):
         named: dict[str, Any] = dict(value)
         if specs is None:

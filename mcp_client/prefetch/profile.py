@@ -13,7 +13,7 @@ import orjson
 from ..errors import ProtocolError
 
 FORMAT = 1
-# A context is the last paths of a session, oldest first, as one string: paths can't hold this separator (U+001F, "unit separator").
+# A context is the last paths of a session, oldest first, joined by what no path holds: U+001F, "unit separator".
 SEPARATOR = "\x1f"
 
 
@@ -71,7 +71,9 @@ class Profile:
         """Check and take apart what came over the wire; ``ProtocolError`` if it is not a profile."""
         try:
             if data["format"] != FORMAT:
-                raise ProtocolError(f"profile format {data['format']!r} is not {FORMAT}; update the SDK or the Profile API")
+                raise ProtocolError(
+                    f"profile format {data['format']!r} is not {FORMAT}; update the SDK or the Profile API"
+                )
             ranker = b""
             if data.get("ranker"):
                 ranker = base64.b64decode(data["ranker"]["onnx_b64"], validate=True)
@@ -103,5 +105,6 @@ class Profile:
 
 def _counts(data: Any) -> dict[str, dict[str, float]]:
     return {
-        str(context): {str(step): float(count) for step, count in nexts.items()} for context, nexts in data.items()
+        str(context): {str(step): float(count) for step, count in nexts.items()}
+        for context, nexts in data.items()
     }

@@ -64,14 +64,20 @@ class _DeadlineBackend(httpcore.NetworkBackend):
         self._backend = httpcore.SyncBackend()
 
     def connect_tcp(
-        self, host: str, port: int, timeout: float | None = None, **options: Any
+        self,
+        host: str,
+        port: int,
+        timeout: float | None = None,
+        local_address: str | None = None,
+        socket_options: Any = None,
     ) -> httpcore.NetworkStream:
-        return _DeadlineStream(self._backend.connect_tcp(host, port, _left(timeout), **options))
+        stream = self._backend.connect_tcp(host, port, _left(timeout), local_address, socket_options)
+        return _DeadlineStream(stream)
 
     def connect_unix_socket(
-        self, path: str, timeout: float | None = None, **options: Any
+        self, path: str, timeout: float | None = None, socket_options: Any = None
     ) -> httpcore.NetworkStream:
-        return _DeadlineStream(self._backend.connect_unix_socket(path, _left(timeout), **options))
+        return _DeadlineStream(self._backend.connect_unix_socket(path, _left(timeout), socket_options))
 
     def sleep(self, seconds: float) -> None:
         self._backend.sleep(seconds)
@@ -320,7 +326,9 @@ class AsyncHttpTransport:
         self.reset()
 
     def reset(self) -> None:
-        self._pools: dict[asyncio.AbstractEventLoop, tuple[httpcore.AsyncConnectionPool, AsyncGenerator[None, None]]] = {}
+        self._pools: dict[
+            asyncio.AbstractEventLoop, tuple[httpcore.AsyncConnectionPool, AsyncGenerator[None, None]]
+        ] = {}
 
     async def _pool(self) -> httpcore.AsyncConnectionPool:
         loop = asyncio.get_running_loop()
@@ -349,7 +357,9 @@ class AsyncHttpTransport:
                 with _our_errors(self.url, deadline):
                     if self._client is not None:
                         return await self._send_with(self._client, wire, left)
-                    response = await (await self._pool()).handle_async_request(self._origin.core_request(wire))
+                    response = await (await self._pool()).handle_async_request(
+                        self._origin.core_request(wire)
+                    )
                     try:
                         headers = _lower(response.headers)
                         collector = self._origin.collector(headers)
