@@ -14,6 +14,7 @@ from rich.table import Table
 
 from ..client import MCPClient
 from ..errors import InvalidInputError, MCPError
+from ..protocols.json_tensors import dumps, tensor_to_json
 from ..result import InferResult
 from .models import app as models_app
 
@@ -43,7 +44,7 @@ def infer(
     value = _read(inputs)
     with MCPClient(url, edge=edge, prefetch=None) as client:
         result = client.infer(value, model=model, version=version, timeout=timeout)
-    sys.stdout.buffer.write(orjson.dumps(_plain(result), option=orjson.OPT_APPEND_NEWLINE))
+    typer.echo(dumps(_document(result)))
 
 
 @app.command()
@@ -79,11 +80,8 @@ def _read(text: str) -> Any:
         raise InvalidInputError(f"the inputs are not JSON: {error}") from error
 
 
-def _plain(result: InferResult) -> dict[str, Any]:
-    outputs = {
-        name: {"data": _listed(array), "shape": list(array.shape), "datatype": str(array.dtype)}
-        for name, array in result.outputs.items()
-    }
+def _document(result: InferResult) -> dict[str, Any]:
+    outputs = {name: tensor_to_json(array, what=name, b64=True) for name, array in result.outputs.items()}
     return {
         "outputs": outputs,
         "model": result.model,
@@ -92,16 +90,6 @@ def _plain(result: InferResult) -> dict[str, Any]:
         "latency_ms": round(result.latency_ms, 3),
         "request_id": result.request_id,
     }
-
-
-def _listed(array: Any) -> Any:
-    if array.dtype.kind == "O":
-        return [item.decode("utf-8", "backslashreplace") for item in array.reshape(-1)]
-    return (
-        array.astype(np.float32).reshape(-1).tolist()
-        if array.dtype.kind == "V"
-        else array.reshape(-1).tolist()
-    )
 
 
 def main() -> None:
