@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any, Self, cast
 from .cache.memory import CacheStats, MemoryCache
 from .config import Cache, Prefetch, Retry, Telemetry
 from .drivers import arun, run
+from .effects import CacheOption, Call, Endpoint, ProtocolName
 from .errors import ClientClosedError, ConfigurationError, InvalidInputError, MCPError
-from .flow import CacheOption, Call, Endpoint, Engine, ProtocolName, fingerprint_of
+from .flow import Engine, fingerprint_of
 from .prefetch.prefetcher import Job, Prefetcher
 from .request import NO_PARAMETERS, Parameter
 from .resilience.retry import RetryPolicy

@@ -7,8 +7,8 @@ import time
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from .effects import Effect, Flight, Flow, Landing, Run, Send, Sleep, Wait
 from .errors import DeadlineExceededError
-from .flow import Effect, Flight, Flow, Landing, Run, Send, Sleep, Wait
 
 T = TypeVar("T")
 

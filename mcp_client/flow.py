@@ -15,13 +15,12 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol, TypeVar
 
 from .cache.fingerprint import fingerprint
 from .cache.memory import Entry, MemoryCache
+from .effects import Call, Endpoint, Flight, Flow, Landing, Run, Send, Sleep, Wait
 from .errors import (
     CircuitOpenError,
     ConnectionFailedError,
@@ -36,142 +35,18 @@ from .errors import (
     ServerError,
     listed,
 )
-from .prefetch.prefetcher import Job, Prefetcher
-from .protocols import ClientCodec, WireRequest
+from .prefetch.prefetcher import Prefetcher
+from .protocols import ClientCodec
 from .protocols.http_common import require_success
 from .protocols.mcp_v1 import McpV1Codec
 from .protocols.oip_http import OipHttpCodec
-from .request import Parameter, Purpose, Request
-from .resilience.breaker import CircuitBreaker
+from .request import Request
 from .resilience.retry import RetryPolicy, says_unhealthy
 from .result import Answer, InferResult, Source
-from .tensors import Array, ModelMetadata, as_inputs, nbytes_of
+from .tensors import ModelMetadata, as_inputs, nbytes_of
 
 log = logging.getLogger("mcp_client")
 T = TypeVar("T")
-CacheOption = bool | float | Literal["refresh"]
-ProtocolName = Literal["auto", "mcp", "oip"]
-
-
-# --- effects: what a flow asks of its driver ----------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Send:
-    """Exchange ``wire`` with the endpoint's server by ``deadline``; the outcome is a ``WireResponse``."""
-
-    endpoint: Endpoint
-    wire: WireRequest
-    deadline: float
-
-
-@dataclass(frozen=True, slots=True)
-class Sleep:
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class Wait:
-    """Wait for another call's flight to land; the outcome is its ``Landing``."""
-
-    flight: Flight
-    deadline: float
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Run a function that computes or reads files on this machine; the outcome is what it returns."""
-
-    work: Callable[[], Any]
-    deadline: float
-
-
-Effect = Send | Sleep | Wait | Run
-Flow = Generator[Effect, Any, T]
-
-
-# --- state --------------------------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class Endpoint:
-    """One server: how to reach it, what it speaks once that is known, and how well it does."""
-
-    url: str
-    transport: Any  # HttpTransport or AsyncHttpTransport: only the driver uses it
-    protocol: ProtocolName
-    codec: ClientCodec | None = None
-    breaker: CircuitBreaker = field(default_factory=CircuitBreaker)
-
-
-@dataclass(frozen=True, slots=True)
-class Landing:
-    """How a flight ended: with an answer; with an error that every caller would get; or neither: ask again yourself."""
-
-    value: Any = None
-    error: MCPError | None = None
-    again: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Flight:
-    """One question under way, and those who wait for it."""
-
-    purpose: Purpose
-    landing: Future[Landing] = field(default_factory=Future)
-
-
-@dataclass(slots=True)
-class Call:
-    """One ``infer``: what the user said, then what became of it. Owned by the thread or task that runs its flow."""
-
-    value: Any
-    model: str
-    version: str
-    outputs: tuple[str, ...]
-    parameters: Mapping[str, Parameter]
-    session: str
-    path: str
-    priority: int | None
-    cache: CacheOption
-    fallback: bool
-    started: float
-    deadline: float
-    id: str
-    job: Job | None = None  # the prefetch that this is, if it is one
-    prefetch_id: str = ""
-    # set by the flow
-    inputs: dict[str, Array] | None = None
-    model_name: str = ""
-    key: bytes = b""
-    attempts: int = 0
-    endpoint: str = ""
-
-    @property
-    def purpose(self) -> Purpose:
-        return "demand" if self.job is None else "prefetch"
-
-    @property
-    def cacheable(self) -> bool:
-        """Whether an equal request must give an equal answer: not a step of a server-side sequence."""
-        return "sequence_id" not in self.parameters
-
-    def request(self) -> Request:
-        """As plain data. Not made before it is needed: a cache hit needs none."""
-        assert self.inputs is not None
-        return Request(
-            model=self.model_name,
-            inputs=self.inputs,
-            version=self.version,
-            outputs=self.outputs,
-            parameters=self.parameters,
-            id=self.id,
-            session=self.session,
-            path=self.path,
-            priority=self.priority,
-            timeout_ms=max(1.0, (self.deadline - time.monotonic()) * 1e3),
-            purpose=self.purpose,
-        )
 
 
 class EdgeModels(Protocol):

@@ -1,0 +1,141 @@
+"""What a flow works with: the effects that it asks its driver for, and the call, the endpoint and the flight as data."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+from .errors import MCPError
+from .prefetch.prefetcher import Job
+from .protocols import ClientCodec, WireRequest
+from .request import Parameter, Purpose, Request
+from .resilience.breaker import CircuitBreaker
+from .tensors import Array
+
+T = TypeVar("T")
+CacheOption = bool | float | Literal["refresh"]
+ProtocolName = Literal["auto", "mcp", "oip"]
+
+
+# --- effects: what a flow asks of its driver ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Exchange ``wire`` with the endpoint's server by ``deadline``; the outcome is a ``WireResponse``."""
+
+    endpoint: Endpoint
+    wire: WireRequest
+    deadline: float
+
+
+@dataclass(frozen=True, slots=True)
+class Sleep:
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Wait for another call's flight to land; the outcome is its ``Landing``."""
+
+    flight: Flight
+    deadline: float
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Run a function that computes or reads files on this machine; the outcome is what it returns."""
+
+    work: Callable[[], Any]
+    deadline: float
+
+
+Effect = Send | Sleep | Wait | Run
+Flow = Generator[Effect, Any, T]
+
+
+# --- state --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Endpoint:
+    """One server: how to reach it, what it speaks once that is known, and how well it does."""
+
+    url: str
+    transport: Any  # HttpTransport or AsyncHttpTransport: only the driver uses it
+    protocol: ProtocolName
+    codec: ClientCodec | None = None
+    breaker: CircuitBreaker = field(default_factory=CircuitBreaker)
+
+
+@dataclass(frozen=True, slots=True)
+class Landing:
+    """How a flight ended: with an answer; with an error that every caller would get; or neither: ask again yourself."""
+
+    value: Any = None
+    error: MCPError | None = None
+    again: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """One question under way, and those who wait for it."""
+
+    purpose: Purpose
+    landing: Future[Landing] = field(default_factory=Future)
+
+
+@dataclass(slots=True)
+class Call:
+    """One ``infer``: what the user said, then what became of it. Owned by the thread or task that runs its flow."""
+
+    value: Any
+    model: str
+    version: str
+    outputs: tuple[str, ...]
+    parameters: Mapping[str, Parameter]
+    session: str
+    path: str
+    priority: int | None
+    cache: CacheOption
+    fallback: bool
+    started: float
+    deadline: float
+    id: str
+    job: Job | None = None  # the prefetch that this is, if it is one
+    prefetch_id: str = ""
+    # set by the flow
+    inputs: dict[str, Array] | None = None
+    model_name: str = ""
+    key: bytes = b""
+    attempts: int = 0
+    endpoint: str = ""
+
+    @property
+    def purpose(self) -> Purpose:
+        return "demand" if self.job is None else "prefetch"
+
+    @property
+    def cacheable(self) -> bool:
+        """Whether an equal request must give an equal answer: not a step of a server-side sequence."""
+        return "sequence_id" not in self.parameters
+
+    def request(self) -> Request:
+        """As plain data. Not made before it is needed: a cache hit needs none."""
+        assert self.inputs is not None
+        return Request(
+            model=self.model_name,
+            inputs=self.inputs,
+            version=self.version,
+            outputs=self.outputs,
+            parameters=self.parameters,
+            id=self.id,
+            session=self.session,
+            path=self.path,
+            priority=self.priority,
+            timeout_ms=max(1.0, (self.deadline - time.monotonic()) * 1e3),
+            purpose=self.purpose,
+        )
