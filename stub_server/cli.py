@@ -17,7 +17,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 @app.command()
-def serve(  # noqa: PLR0917
+def serve(
     model_path: Annotated[
         Path, typer.Option(help="A .onnx file, a folder of them, or a folder of ID/VERSION/model.onnx.")
     ],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from mcp_client.errors import ServerError
@@ -40,11 +40,15 @@ async def read_body(request: Request) -> bytes:
     if announced.isdigit() and int(announced) > limit:
         raise _too_large(int(announced), limit)
     chunks, size = [], 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size > limit:
-            raise _too_large(size, limit)
-        chunks.append(chunk)
+    try:
+        async for chunk in request.stream():
+            size += len(chunk)
+            if size > limit:
+                raise _too_large(size, limit)
+            chunks.append(chunk)
+    except ClientDisconnect:
+        # Nobody is left to read this answer; it is counted.
+        raise ServerError.of(400, "the connection broke within the body", code="disconnected") from None
     return b"".join(chunks)
 
 

@@ -224,10 +224,11 @@ class _Running:
             sock.close()
 
     def _drop_everything(self) -> None:
+        """Again and again until the loop ends: a connection that was just accepted shows up a moment later."""
+        assert self._loop is not None
         self._server.force_exit = True
         for server in self._server.servers:
             server.close()
         for connection in list(self._server.server_state.connections):
             connection.transport.abort()
-        for task in list(self._server.server_state.tasks):
-            task.cancel()
+        self._loop.call_later(0.002, self._drop_everything)

@@ -82,6 +82,15 @@ def test_kill_drops_a_running_request(affine_model: Path) -> None:
     assert failed.is_set()
 
 
+def test_a_client_that_leaves_within_its_body_harms_nobody(affine_model: Path) -> None:
+    with StubServer(affine_model) as server:
+        address = ("127.0.0.1", int(server.url.rpartition(":")[2]))
+        with socket.create_connection(address) as connection:
+            connection.sendall(b"POST /v1/infer HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        _until(lambda: b'status="400"' in server.metrics.exposition()[0])
+        assert statuses(server, 1) == [200]
+
+
 def test_no_thread_or_socket_is_left(affine_model: Path) -> None:
     before = threading.active_count(), len(os.listdir("/proc/self/fd"))
     for _ in range(3):
