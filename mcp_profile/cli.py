@@ -72,12 +72,20 @@ def serve(
 
 
 @app.command()
-def mine(db: Database = "", application: Application = "default") -> None:
+def mine(
+    db: Database = "",
+    application: Application = "default",
+    anew: Annotated[
+        bool, typer.Option("--anew", help="Count all events again, with DuckDB; what aged out is forgotten.")
+    ] = False,
+) -> None:
     """Count the events that are new, now."""
+    from .bulk import rebuild
     from .service import Profiles
 
     with _store(db) as store:
-        counted = Profiles(store).mine(_application(store, application))
+        app_id = _application(store, application)
+        counted = rebuild(store, app_id) if anew else Profiles(store).mine(app_id)
     typer.echo(f"{counted} events mined")
 
 

@@ -1,7 +1,7 @@
 """Sessions in SQL: steps in order, cut into visits, each seen with those before it, for bulk engines.
 
-Plain SQL (WITH, LAG, SUM OVER, GROUP BY), its few numbers written in, so that SQLite, PostgreSQL, DuckDB and Spark run the
-same text over a relation like ``schema.events``. mining.py counts the same, incrementally; a test holds them equal.
+Plain SQL (WITH, LAG, GROUP BY), its few numbers written in, so that SQLite, PostgreSQL, DuckDB and Spark run the same text
+over a relation like ``schema.events``. mining.py counts the same, incrementally; a test holds them equal.
 """
 
 from __future__ import annotations
@@ -10,39 +10,56 @@ from __future__ import annotations
 LOST = ("expired", "evicted", "cancelled")
 # A pause longer than this ends a visit (the customary cut; Catledge and Pitkow 1995 measured 25.5 minutes).
 IDLE_S = 1800
+# Between the path and the route of a step; no path holds a control character.
+STEP_SEPARATOR = "\x1f"
 
 
-def grams(app: int, order: int = 4, *, relation: str = "events") -> str:
+def asked(app: int, relation: str = "events") -> str:
+    """The demanded requests of sessions, each with the one before it.
+
+    Columns: session, id, t, path, ``step`` (path and route in one), ``before`` (the path asked for before; NULL if none) and
+    ``gap`` (seconds since then). By id and not by time: clocks jump, and only say whether a session paused.
+    """
+    return f"""
+        SELECT session, id, t, path, path || '{STEP_SEPARATOR}' || route AS step,
+               LAG(path) OVER v AS before, t - LAG(t) OVER v AS gap
+        FROM {relation} WHERE {wanted(app)} AND session <> ''
+        WINDOW v AS (PARTITION BY session ORDER BY id)"""
+
+
+def steps(asked: str) -> str:
+    """Of these, the steps: session, id, step, and ``begins``, 1 where a visit begins. A reload of the same path is no step."""
+    return f"""
+        SELECT session, id, step, CASE WHEN before IS NULL OR gap > {IDLE_S} THEN 1 ELSE 0 END AS begins
+        FROM ({asked}) AS asked WHERE before IS NULL OR gap > {IDLE_S} OR before <> path"""
+
+
+def grams(steps: str, order: int = 4) -> str:
     """Every step with up to ``order`` steps of its visit before it, counted.
 
-    Columns: path and route of the step (``s0``, ``r0``), of the one before (``s1``, ``r1``; NULL before the visit began) and
-    so on back to ``s<order>``; then ``n``, how often.
+    Columns: the step (``s0``), the one before (``s1``; NULL before the visit began) and so on back to ``s<order>``; then ``n``,
+    how often.
     """
-    columns = ", ".join(f"s{back}, r{back}" for back in range(order + 1))
+    columns = ", ".join(f"s{back}" for back in range(order + 1))
     lags = ", ".join(
-        f"LAG(path, {k}) OVER v AS s{k}, LAG(route, {k}) OVER v AS r{k}" for k in range(1, order + 1)
+        f"LAG(step, {back}) OVER v AS l{back}, LAG(begins, {back}) OVER v AS b{back}"
+        for back in range(1, order + 1)
     )
-    lost = ", ".join(f"'{outcome}'" for outcome in LOST)
-    # By id and not by time: clocks jump. The clock only says whether a session paused; ``visit`` counts its pauses up.
+    # The step ``back`` rows before is of the same visit if none of the rows after it begins one.
+    within = ", ".join(
+        f"CASE WHEN {' AND '.join(f'b{row} = 0' for row in range(back))} THEN l{back} END AS s{back}"
+        for back in range(1, order + 1)
+    )
     return f"""
-        WITH gaps AS (
-          SELECT session, id, path, route, t - LAG(t) OVER (PARTITION BY session ORDER BY id) AS gap
-          FROM {relation}
-          WHERE app = {app:d} AND session <> '' AND path <> '' AND outcome NOT IN ({lost})
+        WITH seen AS (
+          SELECT step AS s0, begins AS b0, {lags} FROM ({steps}) AS steps
+          WINDOW v AS (PARTITION BY session ORDER BY id)
         ),
-        visits AS (
-          SELECT session, id, path, route,
-                 SUM(CASE WHEN gap > {IDLE_S} THEN 1 ELSE 0 END)
-                   OVER (PARTITION BY session ORDER BY id) AS visit
-          FROM gaps
-        ),
-        reloads AS (
-          SELECT session, visit, id, path, route,
-                 LAG(path) OVER (PARTITION BY session, visit ORDER BY id) AS before
-          FROM visits
-        ),
-        seen AS (
-          SELECT path AS s0, route AS r0, {lags} FROM reloads WHERE before IS NULL OR before <> path
-          WINDOW v AS (PARTITION BY session, visit ORDER BY id)
-        )
-        SELECT {columns}, COUNT(*) AS n FROM seen GROUP BY {columns}"""
+        cut AS (SELECT s0, {within} FROM seen)
+        SELECT {columns}, COUNT(*) AS n FROM cut GROUP BY {columns}"""
+
+
+def wanted(app: int) -> str:
+    """The condition on events that are demanded requests of a path."""
+    lost = ", ".join(f"'{outcome}'" for outcome in LOST)
+    return f"app = {app:d} AND path <> '' AND outcome NOT IN ({lost})"

@@ -27,9 +27,9 @@ def keys_of(gram: tuple[Step, ...]) -> Iterator[tuple[str, str, str]]:
     yield from _contexts("path", [path for path, _ in gram])
     # What a step does to its route's parameters takes the step before it to say.
     visible = gram[-ROUTE_ORDER - 2 :]
-    moves = [_move(before, step) for before, step in pairwise(visible)]
+    moves = [move(before, step) for before, step in pairwise(visible)]
     if len(moves) <= ROUTE_ORDER:
-        moves.insert(0, _move(("", ""), visible[0]))  # the visit began here
+        moves.insert(0, move(("", ""), visible[0]))  # the visit began here
     yield from _contexts("route", moves)
 
 
@@ -40,7 +40,8 @@ def _contexts(kind: str, steps: list[str]) -> Iterator[tuple[str, str, str]]:
 
 
 @lru_cache(maxsize=1 << 16)
-def _move(before: Step, step: Step) -> str:
+def move(before: Step, step: Step) -> str:
+    """The step as it is counted on routes: what it does to the parameters; ``("", "")`` before the first of a visit."""
     there = _resolved(step)
     return step[0] if there is None else route_step(_resolved(before), there)
 

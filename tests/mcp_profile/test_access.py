@@ -136,4 +136,5 @@ def test_mine_counts_what_is_new(file: Path) -> None:
         ProfileAPI(server.url).report({"batch_id": "b", "client_id": "c", "events": [event]})
     assert "1 events mined" in _run("mine", "--db", str(file))
     assert "0 events mined" in _run("mine", "--db", str(file))
+    assert "1 events mined" in _run("mine", "--db", str(file), "--anew")
     assert CliRunner().invoke(app, ["mine", "--db", str(file), "--application", "none"]).exit_code == 2

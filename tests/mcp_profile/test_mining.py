@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,11 +16,12 @@ from hypothesis import strategies as st
 from mcp_client.prefetch.predictor import Predictor
 from mcp_client.prefetch.profile import SEPARATOR, Profile
 from mcp_client.prefetch.routes import Route, RouteTable
+from mcp_profile import bulk, sessions
 from mcp_profile.ingest import Batch, Row
 from mcp_profile.mining import Counts, Miner
 from mcp_profile.schema import events, path_sums, tails, transitions
 from mcp_profile.service import Profiles
-from mcp_profile.sessions import IDLE_S, grams
+from mcp_profile.sessions import IDLE_S
 from mcp_profile.store import DEFAULT_APP, Store
 
 
@@ -290,29 +290,41 @@ def test_chunks_are_only_a_matter_of_memory(store: Store, monkeypatch: pytest.Mo
     whole.close()
 
 
-@settings(max_examples=40, deadline=None)
-@given(steps=_steps)
-def test_the_sql_counts_the_same_on_sqlite_and_duckdb(steps: list[tuple[str, str, float]]) -> None:
-    rows = _rows(steps)
-    counts = Counts(order=2)
-    seen: dict[str, Any] = {}
-    for _, t, session, path, route, *_ in rows:
-        seen[session] = counts.follow(seen.get(session, (0.0, ())), t, (path, route))
-    expected = Counter(
-        {
-            tuple(reversed([one for step in gram for one in reversed(step)])): n
-            for gram, n in counts.grams.items()
+@settings(max_examples=12, deadline=None)
+@given(reading=_reading)
+def test_counting_in_bulk_is_counting_as_events_come(reading: list[tuple[str, str, float]]) -> None:
+    route = Route.of(_ROUTE, lambda id, n: None)
+    clock = 1e9
+    rows: list[Row] = []
+    for seq, (session, path, pause) in enumerate(reading):
+        clock += pause
+        outcome = "evicted" if seq % 11 == 5 else ""
+        more = {
+            "route": _ROUTE if route.match(path) else "",
+            "outcome": outcome,
+            "source": ["server", "cache", "error"][seq % 3],
         }
-    )
-
+        rows.append(_row(seq, path, session if seq % 7 else "", t=clock, **more))
     store = Store("sqlite://")
     _ingest(store, rows)
+    Miner(store).mine(DEFAULT_APP)
+    expected = _learned(store)
+    assert bulk.rebuild(store, DEFAULT_APP) == len(rows)
+    assert _learned(store) == expected
+    assert Miner(store).mine(DEFAULT_APP) == 0  # and mining goes on from there
+    store.close()
+
+
+@settings(max_examples=30, deadline=None)
+@given(steps=_steps)
+def test_the_sql_says_the_same_on_sqlite_and_duckdb(steps: list[tuple[str, str, float]]) -> None:
+    store = Store("sqlite://")
+    _ingest(store, _rows(steps))
+    text = sessions.grams(sessions.steps(sessions.asked(DEFAULT_APP)), 3)
     with store.read() as db:
-        on_sqlite = db.exec_driver_sql(grams(DEFAULT_APP, 2)).all()
+        on_sqlite = {tuple(row) for row in db.exec_driver_sql(text).all()}
         stored = [tuple(row) for row in db.execute(sa.select(events)).all()]
     store.close()
-    assert _without_nulls(on_sqlite) == expected
-
     with duckdb.connect() as duck:
         duck.execute(
             "CREATE TABLE events (id BIGINT, app INT, client BIGINT, seq BIGINT, t DOUBLE, session TEXT, path TEXT, route TEXT,"
@@ -320,8 +332,4 @@ def test_the_sql_counts_the_same_on_sqlite_and_duckdb(steps: list[tuple[str, str
         )
         if stored:
             duck.executemany(f"INSERT INTO events VALUES ({', '.join('?' * 15)})", stored)
-        assert _without_nulls(duck.execute(grams(DEFAULT_APP, 2)).fetchall()) == expected
-
-
-def _without_nulls(rows: Any) -> Counter[tuple[str, ...]]:
-    return Counter({tuple(value for value in row[:-1] if value is not None): row[-1] for row in rows})
+        assert set(duck.execute(text).fetchall()) == on_sqlite
