@@ -3,7 +3,8 @@
 ``MCPClient(url).infer(…)`` and its async twin. See the README for the five lines to start with.
 """
 
-from .client import AsyncMCPClient, AsyncSession, MCPClient, Session
+from .aio import AsyncMCPClient, AsyncSession
+from .client import MCPClient, Session
 from .config import Cache, Prefetch, Retry, Telemetry
 from .errors import (
     AuthenticationError,

@@ -1,0 +1,165 @@
+"""The public face for asyncio: the same as ``client.py``, awaited."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, cast
+
+from .base import BaseClient, BaseEdge, BaseSession
+from .drivers import arun
+from .effects import CacheOption, Call
+from .errors import MCPError
+from .prefetch.prefetcher import Job
+from .request import Parameter
+from .result import InferResult
+from .tensors import ModelMetadata
+from .transports.http import AsyncHttpTransport
+
+if TYPE_CHECKING:
+    from ._httpx import httpx
+    from .edge.sync import SyncReport
+
+
+class AsyncMCPClient(BaseClient):
+    """The same for asyncio: ``await client.infer(…)``. Usable from several event loops, one after another or at once."""
+
+    _loop: asyncio.AbstractEventLoop | None = None  # where prefetches run: that of the last call
+
+    @cached_property
+    def _tasks(self) -> set[asyncio.Task[None]]:
+        return set()
+
+    def _transport(
+        self,
+        url: str,
+        headers: Mapping[str, str],
+        max_response_bytes: int,
+        http_client: httpx.AsyncClient | None,
+    ) -> AsyncHttpTransport:
+        return AsyncHttpTransport(
+            url, headers=headers, max_response_bytes=max_response_bytes, client=http_client
+        )
+
+    async def infer(
+        self,
+        inputs: Any = None,
+        *,
+        model: str | None = None,
+        version: str | None = None,
+        outputs: Sequence[str] | None = None,
+        parameters: Mapping[str, Parameter] | None = None,
+        session: str | None = None,
+        path: str | None = None,
+        priority: int | None = None,
+        timeout: float | None = None,
+        cache: CacheOption = True,
+        fallback: bool = True,
+    ) -> InferResult:
+        """As ``MCPClient.infer``. Cancelling the task cancels the exchange on the wire."""
+        call = self._call(
+            inputs, model, version, outputs, parameters, session, path, priority, timeout, cache, fallback
+        )
+        self._loop = asyncio.get_running_loop()
+        result = self._engine.hit(call)
+        return result if result is not None else await arun(self._engine.infer(call))
+
+    def session(self, id: str) -> AsyncSession:
+        """A session: its requests carry its id, and each one's path is a step that prefetch learns from."""
+        return AsyncSession(self, id)
+
+    async def metadata(self, model: str | None = None, version: str | None = None) -> ModelMetadata:
+        """The model's inputs and outputs."""
+        return await arun(self._engine.describe(self._call((), model, version)))
+
+    async def models(self) -> list[str]:
+        """The names of the server's models; without a server, of the edge's."""
+        if not self._engine.endpoints and self._edge is not None:
+            return self._edge.models()
+        return await arun(self._engine.models(self._call(())))
+
+    async def ready(self, timeout: float = 1.0) -> bool:
+        """Whether a server answers that it is ready."""
+        return await arun(self._engine.ready(self._call((), timeout=timeout)))
+
+    @property
+    def edge(self) -> AsyncEdge:
+        """The models on this machine: ``await sync()``, ``models()``."""
+        return AsyncEdge(self)
+
+    async def flush(self, timeout: float = 10.0) -> bool:
+        """Send the telemetry recorded so far; whether the Profile API has it all."""
+        return (
+            await asyncio.to_thread(self._telemetry.flush, timeout) if self._telemetry is not None else True
+        )
+
+    async def close(self) -> None:
+        """As ``MCPClient.close``."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._prefetcher is not None:
+            await asyncio.to_thread(self._prefetcher.close)
+        for task in tuple(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.to_thread(self._close_shared)
+        for endpoint in self._engine.endpoints:
+            await endpoint.transport.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def _issue(self, job: Job) -> None:
+        """Fetch ahead, in a task of the application's own event loop."""
+        assert self._prefetcher is not None
+        loop = self._loop
+        try:
+            if loop is None or self._closed:
+                raise RuntimeError("no event loop to prefetch in")
+            loop.call_soon_threadsafe(self._start_job, job)
+        except RuntimeError:  # the loop was closed: the application has ended, or goes on in another one
+            self._prefetcher.finished(job, None, sent=False)
+
+    def _start_job(self, job: Job) -> None:
+        task = asyncio.ensure_future(self._run_job(job))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _run_job(self, job: Job) -> None:
+        assert self._prefetcher is not None
+        error: MCPError | None = None
+        call: Call | None = None
+        try:
+            call = self._prefetch_call(job)
+            if self._engine.hit(call) is None:
+                await arun(self._engine.infer(call))
+        except MCPError as caught:
+            error = caught
+        finally:
+            self._prefetcher.finished(job, error, sent=call is not None and call.attempts > 0)
+
+
+class AsyncSession(BaseSession):
+    """The same for asyncio."""
+
+    async def infer(self, inputs: Any = None, *, path: str | None = None, **options: Any) -> InferResult:
+        client = cast(AsyncMCPClient, self._client)
+        return await client.infer(inputs, session=self.id, path=self._step(path), **options)
+
+
+class AsyncEdge(BaseEdge):
+    """The same for asyncio."""
+
+    async def sync(
+        self, models: Sequence[str] | None = None, *, progress: Callable[..., None] | None = None
+    ) -> SyncReport:
+        """As ``Edge.sync``."""
+        return await asyncio.to_thread(self._sync, models, progress)

@@ -1,0 +1,376 @@
+"""What the sync and the async client share: settings, the engine, and everything that needs no waiting."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from .cache.memory import CacheStats, MemoryCache
+from .config import Cache, Prefetch, Retry, Telemetry
+from .effects import CacheOption, Call, Endpoint, ProtocolName
+from .errors import ClientClosedError, ConfigurationError, InvalidInputError
+from .flow import Engine, fingerprint_of
+from .prefetch.prefetcher import Job, Prefetcher
+from .request import NO_PARAMETERS, Parameter
+from .resilience.retry import RetryPolicy
+from .telemetry.api import ProfileAPI
+from .telemetry.uploader import TelemetryPipe
+
+if TYPE_CHECKING:
+    from .edge.runtime import EdgeRuntime
+    from .edge.sync import SyncReport
+
+_PROTOCOLS = ("auto", "mcp", "oip")
+_MAX_RESPONSE_BYTES = 2**31 - 1  # gRPC's own limit for one message; a larger answer is a mistake or an attack
+
+
+class BaseClient(ABC):
+    """What both clients share: settings, the engine, and everything that needs no waiting."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        protocol: ProtocolName = "auto",
+        model: str | None = None,
+        timeout: float = 30.0,
+        retry: Retry | None = None,
+        cache: Cache | None = Cache(),
+        prefetch: Prefetch | None = Prefetch(),
+        telemetry: str | Telemetry | None = None,
+        edge: str | os.PathLike[str] | None = None,
+        api_key: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        http_client: Any = None,
+        max_response_bytes: int = _MAX_RESPONSE_BYTES,
+    ) -> None:
+        if protocol not in _PROTOCOLS:
+            raise ConfigurationError(f"protocol must be one of {', '.join(_PROTOCOLS)}; got {protocol!r}")
+        self._timeout = _seconds("timeout", timeout)
+        self._closed = False
+        edge_only = url.startswith("edge:")
+        if edge_only:
+            edge = url.removeprefix("edge:") or edge
+            if not edge:
+                raise ConfigurationError("'edge:' needs the folder of the models: MCPClient('edge:models/')")
+        self._headers = dict(headers or {})
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+        endpoints: list[Endpoint] = []
+        if not edge_only:
+            transport = self._transport(url, self._headers, max_response_bytes, http_client)
+            endpoints.append(Endpoint(url=transport.url, transport=transport, protocol=protocol))
+        self._edge = _edge_runtime(edge) if edge is not None else None
+        config = Telemetry(telemetry) if isinstance(telemetry, str) else telemetry
+        self._telemetry = TelemetryPipe(config) if config is not None else None
+        self._prefetcher: Prefetcher | None = None
+        self._cache = MemoryCache(cache) if cache is not None else None
+        if prefetch is not None and self._cache is not None:
+            fetch_profile = ProfileAPI(config.url, config.api_key).profile if config is not None else None
+            self._prefetcher = Prefetcher(
+                prefetch,
+                issue=self._issue,
+                at_hand=self._is_at_hand,
+                fingerprint=fingerprint_of,
+                fetch_profile=fetch_profile,
+            )
+        self._engine = Engine(
+            endpoints=endpoints,
+            cache=self._cache,
+            ttl_s=cache.ttl_s if cache is not None else 0.0,
+            retry=RetryPolicy(retry or Retry()),
+            prefetcher=self._prefetcher,
+            events=self._telemetry,
+            edge=self._edge,
+            default_model=model or "",
+        )
+        _clients.add(self)
+
+    @classmethod
+    def from_env(cls, **options: Any) -> Self:
+        """A client set up by the environment; ``options`` win over it.
+
+        ``MCP_URL`` (required), ``MCP_PROTOCOL``, ``MCP_MODEL``, ``MCP_TIMEOUT`` (seconds), ``MCP_API_KEY``,
+        ``MCP_PROFILE_URL`` (Profile API: telemetry and profiles), ``MCP_EDGE`` (folder of models),
+        ``MCP_CACHE_BYTES`` (0 turns the cache off).
+        """
+        env = os.environ
+        settings: dict[str, Any] = {}
+        if "MCP_URL" in env:
+            settings["url"] = env["MCP_URL"]
+        names = {"protocol": "MCP_PROTOCOL", "model": "MCP_MODEL", "api_key": "MCP_API_KEY"}
+        names |= {"telemetry": "MCP_PROFILE_URL", "edge": "MCP_EDGE"}
+        settings |= {option: env[name] for option, name in names.items() if env.get(name)}
+        if env.get("MCP_TIMEOUT"):
+            settings["timeout"] = _number("MCP_TIMEOUT", env["MCP_TIMEOUT"])
+        if env.get("MCP_CACHE_BYTES"):
+            size = int(_number("MCP_CACHE_BYTES", env["MCP_CACHE_BYTES"]))
+            settings["cache"] = Cache(max_bytes=size) if size else None
+        settings |= options
+        if "url" not in settings:
+            raise ConfigurationError(
+                "MCP_URL is not set; it names the inference server, for example http://127.0.0.1:8080"
+            )
+        return cls(**settings)
+
+    @property
+    def cache(self) -> MemoryCache:
+        """The L4 cache: ``invalidate(model=…)``, ``clear()``, ``stats()``."""
+        if self._cache is None:
+            raise ConfigurationError("this client was made with cache=None")
+        return self._cache
+
+    def route(
+        self,
+        template: str,
+        *,
+        model: str | None = None,
+        version: str | None = None,
+        outputs: Sequence[str] | None = None,
+        parameters: Mapping[str, Parameter] | None = None,
+    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """Register a builder that makes the inputs for any path of a template, so that pages never seen can be fetched.
+
+        ``@client.route("/doc/{id}/page/{n:int}", model="ocr")`` over ``def page(id: str, n: int)``, which returns what
+        ``infer`` takes, or ``None`` where there is no such page. It is called in a background thread too.
+        """
+
+        def register(builder: Callable[..., Any]) -> Callable[..., Any]:
+            if self._prefetcher is None:
+                raise ConfigurationError(
+                    "routes need the cache and prefetch, which this client was made without"
+                )
+            self._prefetcher.add_route(
+                template, builder, model=model, version=version, outputs=outputs, parameters=parameters
+            )
+            return builder
+
+        return register
+
+    def stats(self) -> dict[str, Any]:
+        """What happened since the client was made: answers by source, cache, prefetch and telemetry figures."""
+        stats: dict[str, Any] = {"sources": self._engine.sources()}
+        if self._cache is not None:
+            cache: CacheStats = self._cache.stats()
+            stats["cache"] = cache
+        if self._prefetcher is not None:
+            stats["prefetch"] = self._prefetcher.stats()
+        if self._telemetry is not None:
+            stats["telemetry"] = self._telemetry.stats()
+        return stats
+
+    # --- for the two subclasses ---
+
+    @abstractmethod
+    def _transport(
+        self, url: str, headers: Mapping[str, str], max_response_bytes: int, http_client: Any
+    ) -> Any: ...
+
+    @abstractmethod
+    def _issue(self, job: Job) -> None: ...
+
+    def _call(
+        self,
+        inputs: Any,
+        model: str | None = None,
+        version: str | None = None,
+        outputs: Sequence[str] | None = None,
+        parameters: Mapping[str, Parameter] | None = None,
+        session: str | None = None,
+        path: str | None = None,
+        priority: int | None = None,
+        timeout: float | None = None,
+        cache: CacheOption = True,
+        fallback: bool = True,
+    ) -> Call:
+        started = time.monotonic()
+        if self._closed:
+            raise ClientClosedError(
+                "the client is closed; make a new one, or keep this one open while it is used"
+            )
+        if inputs is None:
+            built = (
+                self._prefetcher.build(path) if self._prefetcher is not None and path is not None else None
+            )
+            if built is None:
+                raise InvalidInputError(
+                    "inputs is None and no route makes them from the path; pass inputs, or register a route for "
+                    f"{path!r}"
+                    if path is not None
+                    else "inputs is None; pass an array, a nested list, or a dict of them"
+                )
+            inputs = built.value
+            model, version = model or built.model, version or built.version
+            outputs, parameters = outputs or built.outputs, parameters or built.parameters
+        if outputs is not None and (
+            isinstance(outputs, str) or not all(isinstance(name, str) for name in outputs)
+        ):
+            raise InvalidInputError(f"outputs must be a list of output names; got {outputs!r}")
+        if parameters is not None:
+            _check_parameters(parameters)
+        if type(cache) is int:
+            cache = float(cache)
+        if not (
+            cache is True or cache is False or cache == "refresh" or (type(cache) is float and cache > 0)
+        ):
+            raise InvalidInputError(
+                f"cache must be True, False, 'refresh' or a TTL in seconds; got {cache!r}"
+            )
+        seconds = self._timeout if timeout is None else _seconds("timeout", timeout)
+        return Call(
+            value=inputs,
+            model=model or "",
+            version=version or "",
+            outputs=tuple(outputs) if outputs is not None else (),
+            parameters=parameters if parameters is not None else NO_PARAMETERS,
+            session=session or "",
+            path=path or "",
+            priority=priority,
+            cache=cache,
+            fallback=fallback,
+            started=started,
+            deadline=started + seconds,
+            id=self._engine.new_id(),
+        )
+
+    def _prefetch_call(self, job: Job) -> Call:
+        call = self._call(
+            job.value, job.model, job.version, job.outputs, job.parameters, job.session, job.path
+        )
+        call.job = job
+        return call
+
+    def _close_shared(self) -> None:
+        if self._telemetry is not None:
+            self._telemetry.close()
+        if self._edge is not None:
+            self._edge.close()
+
+    def _is_at_hand(self, key: bytes) -> bool:
+        """Whether an answer is in the cache or on its way."""
+        return self._engine.in_flight(key) or self.cache.peek(key, time.monotonic()) is not None
+
+    def _locks(self) -> list[threading.Lock]:
+        """Every lock that another thread may hold while this one forks."""
+        locks = [self._engine._lock]
+        locks += [self._cache._lock] if self._cache is not None else []
+        locks += self._prefetcher.locks() if self._prefetcher is not None else []
+        return locks
+
+    def _after_fork(self) -> None:
+        self._engine.reset()
+        for endpoint in self._engine.endpoints:
+            endpoint.transport.reset()
+        if self._prefetcher is not None:
+            self._prefetcher.reset()
+
+
+class BaseSession:
+    """An id, and the last paths asked for under it."""
+
+    def __init__(self, client: BaseClient, id: str) -> None:
+        if not isinstance(id, str) or not id:
+            raise InvalidInputError(f"a session id must be a non-empty string; got {id!r}")
+        self.id = id
+        self._client = client
+        self._path: deque[str] = deque(maxlen=32)
+
+    @property
+    def path(self) -> tuple[str, ...]:
+        """The last steps of the session, oldest first (at most 32)."""
+        return tuple(self._path)
+
+    def _step(self, path: str | None) -> str | None:
+        if path is not None:
+            self._path.append(path)
+        return path
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.id!r}, {len(self._path)} steps)"
+
+
+class BaseEdge:
+    def __init__(self, client: BaseClient) -> None:
+        if client._edge is None:
+            raise ConfigurationError("this client has no edge; make it with edge='models/'")
+        self._client = client
+        self._runtime = client._edge
+
+    def models(self) -> list[str]:
+        """The models on this machine."""
+        return self._runtime.models()
+
+    def _sync(self, models: Sequence[str] | None, progress: Callable[..., None] | None) -> SyncReport:
+        from ._httpx import httpx
+        from .edge.sync import sync
+
+        endpoints = self._client._engine.endpoints
+        if not endpoints:
+            raise ConfigurationError("this client has no server to sync models from")
+        with httpx.Client(headers=self._client._headers, timeout=self._client._timeout) as http:
+            return sync(
+                self._runtime.repository, endpoints[0].url, http=http, models=models, progress=progress
+            )
+
+
+def _edge_runtime(folder: str | os.PathLike[str]) -> EdgeRuntime:
+    from .edge.runtime import EdgeRuntime
+
+    return EdgeRuntime(Path(folder))
+
+
+def _seconds(name: str, value: float) -> float:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < float("inf"):
+        raise ConfigurationError(f"{name} must be a number of seconds > 0; got {value!r}")
+    return float(value)
+
+
+def _number(name: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigurationError(f"{name} must be a number; got {text!r}") from None
+
+
+def _check_parameters(parameters: Mapping[str, Parameter]) -> None:
+    for name, value in parameters.items():
+        if not isinstance(name, str) or not isinstance(value, (str, int, float, bool)):
+            raise InvalidInputError(
+                f"parameters must map names to strings, numbers or booleans; got {name!r}: {value!r}"
+            )
+
+
+# --- fork: the child gets a client that works, with connections and threads of its own ---
+
+_clients: weakref.WeakSet[BaseClient] = weakref.WeakSet()
+_forking: list[threading.Lock] = []
+
+
+def _before_fork() -> None:
+    # Held across the fork, so that the child's copy of what they guard is whole.
+    for client in tuple(_clients):
+        for lock in client._locks():
+            lock.acquire()
+            _forking.append(lock)
+
+
+def _release() -> None:
+    while _forking:
+        _forking.pop().release()
+
+
+def _in_child() -> None:
+    _release()
+    for client in tuple(_clients):
+        client._after_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_before_fork, after_in_parent=_release, after_in_child=_in_child)
