@@ -34,6 +34,14 @@ def ranks_known(path: Path) -> dict[str, bool]:
         return known
 
 
+def graph_inputs(path: Path) -> set[str]:
+    """The names of all inputs that the graph states."""
+    with _View(path) as view:
+        return {
+            view.text(info, 1) for graph in view.messages(view.whole, 7) for info in view.messages(graph, 11)
+        }
+
+
 def external_files(path: Path) -> tuple[str, ...]:
     """The files (relative to the model's folder) that hold tensors of this model, sorted; () if it is all in
     one file.

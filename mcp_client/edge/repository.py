@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TypeGuard
 
 from ..errors import EdgeError, IntegrityError, listed
-from .model import Stamp, file_digest, file_stamp
+from .files import Stamp, file_digest, file_stamp
 
 MODEL_FILE = "model.onnx"
 DIGEST_FILE = "model.onnx.sha256"

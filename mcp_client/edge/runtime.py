@@ -11,12 +11,14 @@ import time
 import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from ..errors import ClientClosedError, EdgeError, IntegrityError
 from ..request import Request
 from ..result import Answer
 from ..tensors import ModelMetadata
 from .model import OnnxModel
+from .optimised import FOLDER
 from .repository import ModelFile, ModelRepository
 
 __all__ = ["EdgeRuntime", "OnnxModel"]
@@ -62,6 +64,7 @@ class EdgeRuntime:
         self.repository = root if isinstance(root, ModelRepository) else ModelRepository(root)
         self._device = device
         self._threads = threads
+        self._cache_dir = None if self.repository.root.is_file() else self.repository.root / FOLDER
         self._check_s = check_s
         self._clock = clock
         self._closed = False
@@ -89,8 +92,10 @@ class EdgeRuntime:
         """
         model = self._model(request.model, request.version)
         found = model.metadata
-        return Answer.of(
-            model.run(request.inputs, request.outputs),
+        return Answer(
+            MappingProxyType(
+                model.run(request.inputs, request.outputs)
+            ),  # read-only and nobody else's already
             model=found.name,
             version=found.version,
             id=request.id,
@@ -225,6 +230,7 @@ class EdgeRuntime:
                         digest=file.digest,
                         device=self._device,
                         threads=self._threads,
+                        cache_dir=self._cache_dir,
                     )
                 except EdgeError as error:
                     failure = error

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import EdgeError
+from .files import file_digest
+from .optimised import forget
 from .repository import MODEL_FILE, ModelRepository
 from .staging import locked, set_aside
 
@@ -63,11 +65,15 @@ def remove(repository: ModelRepository, model: str, version: str) -> int:
         raise EdgeError(f"version {version!r} of {model!r} is pinned; unpin it first")
     freed = _nbytes(repository, model, version)
     folder = repository.folder(model, version)
+    digest = file_digest(
+        folder / MODEL_FILE if (folder / MODEL_FILE).is_file() else _plain(repository, model)
+    )
     with locked(repository.root):
         if (folder / MODEL_FILE).is_file():
             shutil.rmtree(set_aside(repository, folder))
         else:
             (repository.root / f"{model}.onnx").unlink()
+        forget(repository.root, digest)
     return freed
 
 

@@ -47,9 +47,9 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     loaded: list[Path] = []
     load = OnnxModel._open
 
-    def counted(self: OnnxModel) -> object:
+    def counted(self: OnnxModel, digest: str) -> object:
         loaded.append(self.path)
-        return load(self)
+        return load(self, digest)
 
     monkeypatch.setattr(OnnxModel, "_open", counted)
     return loaded

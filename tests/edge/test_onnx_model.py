@@ -299,8 +299,8 @@ def test_a_file_replaced_while_it_is_loaded_is_not_used(
     path = models.affine(tmp_path / "m.onnx")
     load = OnnxModel._open
 
-    def load_slowly(self: OnnxModel) -> object:
-        session = load(self)
+    def load_slowly(self: OnnxModel, digest: str) -> object:
+        session = load(self, digest)
         models.affine(tmp_path / "new.onnx", scale=2.0).replace(path)
         return session
 
