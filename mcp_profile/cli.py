@@ -76,7 +76,7 @@ def mine(
     db: Database = "",
     application: Application = "default",
     anew: Annotated[
-        bool, typer.Option("--anew", help="Count all events again, with DuckDB; what aged out is forgotten.")
+        bool, typer.Option("--anew", help="Count all events again, with DuckDB; what aged out goes.")
     ] = False,
 ) -> None:
     """Count the events that are new, now."""

@@ -44,6 +44,7 @@ _DISK_RETRY_S = 60.0
 _MEMORY_BYTES = 8 * 1024 * 1024
 _LONGEST_PAUSE_S = 900.0
 _EXIT_S = 2.0
+_STORE_S = 5.0  # a full ring takes about 1 s; a disk that hangs must not hang the application's end
 _RANDOM = (
     random.SystemRandom()
 )  # not the shared generator: jitter that a fork or a user's seed would make equal is none
@@ -184,7 +185,7 @@ class TelemetryPipe:
         return not self._ring and self._pending() == 0
 
     def close(self, timeout_s: float = _EXIT_S) -> None:
-        """Stop. What could not be sent within the time stays in the spool for the next start.
+        """Stop. What can't be sent within the time stays in the spool for the next start; storing it there takes its own time.
 
         Idempotent; never raises.
         """
@@ -195,12 +196,13 @@ class TelemetryPipe:
         self._idle = False
         self._wake.put(None)
         self._wake_uploader.put(None)
-        self._drain(timeout_s)
+        self._drain(_STORE_S)
         ring, self._ring = self._ring, deque(maxlen=0)  # what is recorded from now on goes nowhere
         if self._highest >= 0:  # a process that recorded nothing need not wait for anybody's server
             self._upload(deadline)
         for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
+            if thread.is_alive():
+                thread.join(max(0.0, deadline - time.monotonic()))
         lost = len(ring) + self._memory.pending()
         if lost:
             self._dropped += lost
@@ -248,7 +250,10 @@ class TelemetryPipe:
     def _run_drainer(self) -> None:
         uploader = threading.Thread(target=self._run_uploader, name="mcp-telemetry-upload", daemon=True)
         self._threads.append(uploader)
-        uploader.start()
+        try:
+            uploader.start()
+        except RuntimeError as error:
+            log.warning("telemetry stays on disk until flush() or close(): %s", error)
         while not self._closed:
             until = time.monotonic() + _DRAIN_S
             while len(self._ring) < RING // 2 and not self._closed and time.monotonic() < until:

@@ -458,6 +458,13 @@ def test_a_closed_pipe_takes_nothing_and_says_nothing(picky: PickyServer, pipe_t
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("mcp-telemetry")]
 
 
+def test_a_quick_close_stores_what_it_has_no_time_to_send(pipe_to: Any) -> None:
+    pipe = pipe_to("http://127.0.0.1:9")
+    _record(pipe, 40_000)
+    pipe.close(0.01)
+    assert (pipe.stats().dropped, pipe.stats().spooled) == (0, 40_000)
+
+
 def test_close_is_quick_when_the_server_hangs(picky: PickyServer, pipe_to: Any) -> None:
     hold = threading.Event()
     picky.decide = lambda batch: (hold.wait(10), None)[1]  # type: ignore[func-returns-value]
