@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from ..errors import (
@@ -238,8 +237,9 @@ class OnnxModel:
         from onnxruntime import OrtValue
 
         feed = {}
+        bfloat16 = dtype_of("BF16")
         for name, array in inputs.items():
-            if array.dtype == ml_dtypes.bfloat16:
+            if array.dtype == bfloat16:
                 bits = np.ascontiguousarray(array).reshape(array.shape).view(np.uint16)
                 feed[name] = OrtValue.ortvalue_from_numpy_with_onnx_type(bits, _ONNX_BFLOAT16)
             elif array.dtype.kind in "OSUT":
@@ -335,7 +335,7 @@ def _from_value(value: Any) -> Array:
     # ONNX Runtime has no numpy type for it: its bytes are copied from where they lie
     shape = value.shape()
     raw = ctypes.string_at(value.data_ptr(), 2 * int(np.prod(shape, dtype=np.int64)))
-    return np.frombuffer(raw, ml_dtypes.bfloat16).reshape(shape)
+    return np.frombuffer(raw, dtype_of("BF16")).reshape(shape)
 
 
 def _words(error: Exception) -> str:

@@ -17,9 +17,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from blake3 import blake3
+
 from ..errors import EdgeError
 from .device import cpu_identity
-from .files import file_digest
 from .onnx_file import external_files, graph_inputs
 
 log = logging.getLogger("mcp_client.edge")
@@ -52,7 +53,7 @@ class OptimisedGraphs:
         ``start(file, change)`` makes a session of a file, with the options that ``change`` (if any) has set.
         """
         kept = self._folder / f"{digest[7:39]}-{self._key}.onnx"
-        sums = kept.with_suffix(".sha256")
+        sums = kept.with_suffix(".blake3")
         wanted = _text(sums)
         if wanted == "none":
             return start(path)
@@ -82,13 +83,13 @@ class OptimisedGraphs:
             options.graph_optimization_level = self._ort.GraphOptimizationLevel.ORT_DISABLE_ALL
 
         try:
-            if file_digest(kept) == wanted:
+            if _hash(kept) == wanted:
                 return start(kept, already_optimised)
             reason = "it is damaged"
-        except EdgeError as error:
-            reason = error.message
+        except (EdgeError, OSError) as error:
+            reason = str(error)
         log.warning("edge: the optimised graph %s is made anew: %s", kept, reason)
-        for left in (kept, kept.with_suffix(".sha256")):
+        for left in (kept, kept.with_suffix(".blake3")):
             with contextlib.suppress(OSError):
                 left.unlink()
         return None
@@ -99,7 +100,7 @@ class OptimisedGraphs:
         # have to pass.
         usable = graph_inputs(fresh) == set(inputs) and fresh.stat().st_size <= _MOST_GROWTH * size
         note = fresh.with_name(fresh.name + ".note")
-        note.write_text(file_digest(fresh) if usable else "none", "utf-8")
+        note.write_text(_hash(fresh) if usable else "none", "utf-8")
         for old in self._folder.glob(f"{kept.name[:32]}-*"):
             if old not in (fresh, note):
                 old.unlink(missing_ok=True)  # of another ONNX Runtime or CPU
@@ -128,6 +129,13 @@ def _is_split(path: Path) -> bool:
         return bool(external_files(path))
     except EdgeError:
         return True
+
+
+def _hash(path: Path) -> str:
+    """BLAKE3: several times faster than SHA-256 where the CPU has no instructions for that, and this
+    record is our own.
+    """
+    return blake3().update_mmap(path).hexdigest()
 
 
 def _text(path: Path) -> str:

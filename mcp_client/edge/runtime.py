@@ -140,7 +140,7 @@ class EdgeRuntime:
                 if slot.model is None:
                     slot.looked_at = self._clock()
                     slot.seen = self._sight(name, version)
-                    slot.model = self._load(name, version)
+                    slot.model = self._load(name, version, keep=True)
                 return slot.model
             finally:
                 if slot.model is None:  # names that callers made up must not pile up
@@ -180,7 +180,8 @@ class EdgeRuntime:
             return
         slot.seen = sight
         try:
-            slot.model = self._load(name, version)
+            # A swap is not kept waiting for the optimised graph to be written: the next cold start does that.
+            slot.model = self._load(name, version, keep=False)
         except EdgeError as error:
             log.warning("edge: version %s of %r stays in use: %s", slot.model.metadata.version, name, error)
 
@@ -193,14 +194,14 @@ class EdgeRuntime:
 
     # --- loading --------------------------------------------------------------------------------------------
 
-    def _load(self, name: str, version: str) -> OnnxModel:
+    def _load(self, name: str, version: str, *, keep: bool) -> OnnxModel:
         """The first candidate that can be loaded; where the caller named a version, that one."""
         repository = self.repository
         name = name or repository.only()
         failures: list[EdgeError] = []
         for candidate in [version] if version else repository.candidates(name) or [""]:
             try:
-                model = self._opened(name, candidate)
+                model = self._opened(name, candidate, keep)
             except EdgeError as error:
                 failures.append(error)
                 continue
@@ -214,7 +215,7 @@ class EdgeRuntime:
             return model
         raise failures[0]
 
-    def _opened(self, name: str, version: str) -> OnnxModel:
+    def _opened(self, name: str, version: str, keep: bool) -> OnnxModel:
         file = self.repository.resolve(name, version)
         with self._opening.setdefault((file.model, file.version), threading.Lock()):
             for _ in range(_LOADS):
@@ -230,7 +231,7 @@ class EdgeRuntime:
                         digest=file.digest,
                         device=self._device,
                         threads=self._threads,
-                        cache_dir=self._cache_dir,
+                        cache_dir=self._cache_dir if keep else None,
                     )
                 except EdgeError as error:
                     failure = error
