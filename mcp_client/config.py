@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from .errors import ConfigurationError
 
@@ -15,14 +15,17 @@ from .errors import ConfigurationError
 class Cache:
     """The L4 cache in memory.
 
-    ``max_bytes`` counts arrays truly. ``k``: references that LRU-K remembers (1 is plain LRU). ``ttl_s``: how long an
-    answer is fresh when neither the call nor the server says. ``correlated_s``: references closer than this count as one
-    (the correlated-reference period; bursts of one session should not make a key look popular). ``retained_s``: how long
-    the history of an evicted key is kept (the retained-information period; 200 s is the paper's own suggestion, section 2.1.2).
+    ``max_bytes`` counts arrays truly. ``policy``: which entry goes when there is no room: ``lru-k``; ``s3-fifo``, better for
+    clicks on ever new things and for loops; or ``adaptive``, which follows whichever of the two would have done better.
+    ``k``: references that LRU-K remembers (1 is plain LRU). ``ttl_s``: how long an answer is fresh when neither the call nor
+    the server says. ``correlated_s``: references closer than this count as one (the correlated-reference period; bursts of
+    one session should not make a key look popular). ``retained_s``: how long the history of an evicted key is kept (the
+    retained-information period; 200 s is the paper's own suggestion, section 2.1.2).
     """
 
     max_bytes: int = 256 * 1024 * 1024
     max_entries: int = 1_000_000
+    policy: Literal["lru-k", "s3-fifo", "adaptive"] = "lru-k"
     k: int = 2
     ttl_s: float = 300.0
     correlated_s: float = 0.0
@@ -30,6 +33,8 @@ class Cache:
 
     def __post_init__(self) -> None:
         _positive(self, "max_bytes", "max_entries", "k", "ttl_s")
+        if self.policy not in ("lru-k", "s3-fifo", "adaptive"):
+            raise ConfigurationError(f"Cache(policy=…) is lru-k, s3-fifo or adaptive; got {self.policy!r}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,10 @@ from dataclasses import dataclass
 from .. import config
 from ..errors import InvalidInputError
 from ..result import Answer
+from .adaptive import Adaptive
 from .lru_k import LRUK
+from .policy import Policy
+from .s3_fifo import S3FIFO
 
 _AHEAD_SHARE = 0.25
 _MOST_NOTED = 256  # hits between two looks of the policy at most: enough to make the lock's cost vanish
@@ -56,8 +59,18 @@ class CacheStats:
     bytes: int
 
 
+def _policy(settings: config.Cache) -> Policy[bytes]:
+    def lru_k() -> Policy[bytes]:
+        return LRUK(settings.k, correlated_s=settings.correlated_s, retained_s=settings.retained_s)
+
+    if settings.policy == "adaptive":
+        return Adaptive([S3FIFO, lru_k])
+    return S3FIFO() if settings.policy == "s3-fifo" else lru_k()
+
+
 class MemoryCache:
-    """Answers by fingerprint, safe to share between threads: a hit takes no lock, the rest one for microseconds.
+    """Answers by fingerprint, safe to share between threads: a hit takes no lock, the rest one for
+    microseconds.
 
     ``now`` is the time of the monotonic clock, in seconds.
     """
@@ -70,9 +83,7 @@ class MemoryCache:
         self._noted: deque[tuple[bytes, float]] = deque()
         # All below is changed under the lock only.
         self._entries: dict[bytes, Entry] = {}
-        self._policy: LRUK[bytes] = LRUK(
-            settings.k, correlated_s=settings.correlated_s, retained_s=settings.retained_s
-        )
+        self._policy = _policy(settings)
         # Prefetched and not asked for yet, oldest first: how many evictions there had been when it came.
         self._ahead: OrderedDict[bytes, int] = OrderedDict()
         self._ahead_bytes = 0
@@ -80,11 +91,13 @@ class MemoryCache:
         self._hits = self._misses = self._evictions = self._expirations = 0
 
     def get(self, key: bytes, now: float) -> Entry | None:
-        """The fresh entry for a key that is asked for, which counts as a reference; an expired one is dropped."""
+        """The fresh entry for a key that is asked for, which counts as a reference; an expired one is
+        dropped."""
         entry = self._entries.get(key)
         if entry is None or entry.expires_at <= now or key in self._ahead:
             return self._get_under_lock(key, now)
-        # A hit takes no lock: the reference is noted here and told to the policy before that next has to decide.
+        # A hit takes no lock: the reference is noted here and told to the policy before that next has to
+        # decide.
         noted = self._noted
         noted.append((key, now))
         if len(noted) >= _MOST_NOTED:
