@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
+import numpy as np
 import typer
 from rich.console import Console
 from rich.filesize import decimal
+from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
 from rich.table import Table
 
@@ -15,6 +17,7 @@ from .._httpx import httpx
 from ..edge.repository import ModelRepository
 from ..edge.sync import sync as sync_models
 from ..edge.upkeep import Held, remove, survey, trim
+from ..edge.variants import optimise, random_inputs
 
 app = typer.Typer(no_args_is_help=True, help="The models on this machine.")
 
@@ -114,6 +117,33 @@ def unpin(model: Model, folder: Folder = HERE) -> None:
 def rollback(model: Model, folder: Folder = HERE) -> None:
     """Go back to the version before the one in use, and pin it."""
     typer.echo(f"pinned {model} {ModelRepository.open(folder).rollback(model)}")
+
+
+@app.command()
+def optimize(
+    file: Annotated[Path, typer.Argument(help="an .onnx file")],
+    into: Annotated[Path, typer.Option(help="folder for the variants")] = Path("variants"),
+    inputs: Annotated[
+        list[Path] | None, typer.Option(help="FILE.npz: inputs by name; repeat it for calibration")
+    ] = None,
+) -> None:
+    """Write FP16, INT8 and fused variants; show size, speed and output error of each on your inputs."""
+    feeds = [dict(np.load(each, allow_pickle=False)) for each in inputs or []]
+    if not feeds:
+        typer.echo(
+            "no --inputs: speed and error are measured on random ones, which says little of yours", err=True
+        )
+    variants = optimise(file, into, feeds or random_inputs(file))
+    table = Table("variant", "size", "ms", "speed-up", "error", "file")
+    for each in variants:
+        if each.fault:
+            table.add_row(each.name, "", "", "", "", f"[yellow]none: {escape(each.fault)}[/yellow]")
+            continue
+        speed_up = f"{variants[0].ms / each.ms:.2f} ×"
+        table.add_row(
+            each.name, decimal(each.nbytes), f"{each.ms:.3f}", speed_up, f"{each.error:.2g}", str(each.path)
+        )
+    Console().print(table)
 
 
 _errors = Console(stderr=True)

@@ -145,6 +145,8 @@ class EdgeRuntime:
             finally:
                 if slot.model is None:  # names that callers made up must not pile up
                     self._slots.pop((name, version), None)
+                else:  # another caller's failure may have taken it out
+                    self._slots.setdefault((name, version), slot)
 
     def _look(self, slot: _Slot, name: str, version: str) -> None:
         """Start a background load if the folder changed. One caller looks, the others go on."""

@@ -128,11 +128,11 @@ def _exchange(new: Path, old: Path) -> None:
     it can't.
     """
     if sys.platform == "linux":
-        libc = ctypes.CDLL(None, use_errno=True)
+        rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)  # glibc 2.28, musl 1.2.5
         names = os.fsencode(new), os.fsencode(old)
-        if libc.renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0:
+        if rename is not None and rename(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0:
             return
-        code = ctypes.get_errno()
+        code = errno.ENOSYS if rename is None else ctypes.get_errno()
         if code not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
             raise OSError(code, os.strerror(code), str(old))
     aside = _aside(old)
