@@ -26,9 +26,10 @@ from .store import Store
 
 DEFAULT_PROFILE_BYTES = 1 << 20
 MAX_PROFILE_BYTES = 16 << 20
-# Mining takes at most this share of one thread's time, whatever the number of requests: with 20 ms of new
-# events the profile is at most 0.2 s old, with 1 s of them 10 s.
+# Mining takes at most this share of a thread's time, so that many requests with few new events each cost little; but a profile
+# is never older than a few seconds.
 _SHARE = 0.1
+_LONGEST_REST_S = 5.0
 # How long a request may wait for mining; after a long absence of both, what is behind is caught up with over several requests.
 _WITHIN_S = 2.0
 _LONGEST_SESSION = 10_000
@@ -72,7 +73,9 @@ class Profiles:
         """Count what is new now; how many events that were."""
         started = self._monotonic()
         counted = self._miner.mine(app, within_s=within_s)
-        self._rest_until[app] = self._monotonic() + (self._monotonic() - started) / _SHARE
+        took = self._monotonic() - started
+        if took < within_s:  # else there is more to do
+            self._rest_until[app] = self._monotonic() + min(took / _SHARE, _LONGEST_REST_S)
         return counted
 
     def rendered(self, app: int, max_bytes: int = DEFAULT_PROFILE_BYTES) -> Rendered:

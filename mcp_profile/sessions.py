@@ -14,16 +14,21 @@ IDLE_S = 1800
 STEP_SEPARATOR = "\x1f"
 
 
-def asked(app: int, relation: str = "events") -> str:
-    """The demanded requests of sessions, each with the one before it.
+def demanded(app: int, relation: str = "events") -> str:
+    """The demanded requests of sessions: session, id, t, path, and ``step``, which is path and route in one."""
+    return f"""
+        SELECT session, id, t, path, path || '{STEP_SEPARATOR}' || route AS step
+        FROM {relation} WHERE {wanted(app)} AND session <> ''"""
 
-    Columns: session, id, t, path, ``step`` (path and route in one), ``before`` (the path asked for before; NULL if none) and
-    ``gap`` (seconds since then). By id and not by time: clocks jump, and only say whether a session paused.
+
+def asked(demanded: str) -> str:
+    """Of these, each with ``before``, the path asked for before (NULL if none), and ``gap``, the seconds since then.
+
+    By id and not by time: clocks jump, and only say whether a session paused.
     """
     return f"""
-        SELECT session, id, t, path, path || '{STEP_SEPARATOR}' || route AS step,
-               LAG(path) OVER v AS before, t - LAG(t) OVER v AS gap
-        FROM {relation} WHERE {wanted(app)} AND session <> ''
+        SELECT session, id, t, path, step, LAG(path) OVER v AS before, t - LAG(t) OVER v AS gap
+        FROM ({demanded}) AS demanded
         WINDOW v AS (PARTITION BY session ORDER BY id)"""
 
 

@@ -137,7 +137,7 @@ class TelemetryPipe:
         self._uploading = threading.Lock()  # guards the counts and the order of uploads
         self._counts = Counts()
 
-    def record(  # noqa: PLR0917 - the hot path: keywords would cost more than the rest of it
+    def record(
         self,
         session: str,
         path: str,

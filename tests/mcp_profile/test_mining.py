@@ -320,7 +320,7 @@ def test_counting_in_bulk_is_counting_as_events_come(reading: list[tuple[str, st
 def test_the_sql_says_the_same_on_sqlite_and_duckdb(steps: list[tuple[str, str, float]]) -> None:
     store = Store("sqlite://")
     _ingest(store, _rows(steps))
-    text = sessions.grams(sessions.steps(sessions.asked(DEFAULT_APP)), 3)
+    text = sessions.grams(sessions.steps(sessions.asked(sessions.demanded(DEFAULT_APP))), 3)
     with store.read() as db:
         on_sqlite = {tuple(row) for row in db.exec_driver_sql(text).all()}
         stored = [tuple(row) for row in db.execute(sa.select(events)).all()]
