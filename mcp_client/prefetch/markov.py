@@ -35,7 +35,7 @@ class _Outcomes:
 
     nexts: dict[str, float] = field(default_factory=dict)
     soon: dict[str, float] = field(default_factory=dict)
-    seen: float = 0.0
+    seen: float = 0.0  # visits that were followed by a step
 
 
 @dataclass(slots=True)
@@ -68,6 +68,7 @@ class Markov:
             first_time = step not in credited
             for outcomes in contexts:
                 if age == 0:
+                    outcomes.seen += 1.0  # now that it is known what followed
                     outcomes.nexts[step] = outcomes.nexts.get(step, 0.0) + 1.0
                 if first_time:
                     outcomes.soon[step] = outcomes.soon.get(step, 0.0) + 1.0
@@ -75,8 +76,6 @@ class Markov:
                 credited.add(step)
         trail.steps.append(step)
         contexts = [self._at(context) for context in self._contexts_of(trail)]
-        for outcomes in contexts:
-            outcomes.seen += 1.0
         trail.open.append((contexts, set()))
 
     def predict(self, trail: Trail) -> dict[str, Guess]:

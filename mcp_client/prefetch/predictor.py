@@ -91,7 +91,9 @@ class Predictor:
                 if known is None or guess.soon > known.probability:
                     found[path] = Candidate(path, guess.soon, guess.next, f"order {guess.order} of routes")
         found.pop(state.path, None)
-        return sorted(found.values(), key=lambda one: (-one.probability, one.path))[:limit]
+        return sorted(found.values(), key=lambda one: (-one.probability, -one.next_probability, one.path))[
+            :limit
+        ]
 
     def load(self, profile: Profile) -> None:
         """Start from what the fleet has learned; a profile loaded before is replaced."""
