@@ -60,21 +60,22 @@ def optimise(path: Path, into: Path, inputs: Sequence[Feed], *, rounds: int = 15
     models = {"original": OnnxModel(path)}
     variants = {"original": Variant("original", path)}
     wanted = [models["original"].run(feed) for feed in inputs]
-    for name, make in makers.items():
-        target = into / f"{path.stem}.{name}.onnx"
-        try:
-            with _quiet():
-                make(path, target, inputs)
-            models[name] = OnnxModel(target)
-            error = max(
-                _error(models[name].run(feed), want) for feed, want in zip(inputs, wanted, strict=True)
-            )
-            variants[name] = Variant(name, target, error=error)
-        except MissingExtraError:
-            raise
-        except Exception as error:  # the converters raise anything for a model they can't convert
-            target.unlink(missing_ok=True)
-            variants[name] = Variant(name, target, fault=f"{type(error).__name__}: {error}"[:200])
+    with _modern(path) as source:
+        for name, make in makers.items():
+            target = into / f"{path.stem}.{name}.onnx"
+            try:
+                with _quiet():
+                    make(source, target, inputs)
+                model = OnnxModel(target)
+                error = max(_error(model.run(feed), want) for feed, want in zip(inputs, wanted, strict=True))
+            except MissingExtraError:
+                raise
+            except Exception as failure:  # the converters raise anything for a model they can't convert
+                target.unlink(missing_ok=True)
+                variants[name] = Variant(name, target, fault=f"{type(failure).__name__}: {failure}"[:200])
+            else:
+                models[name] = model
+                variants[name] = Variant(name, target, error=error)
     times = _time(models, inputs, rounds)
     return [
         variant
@@ -166,6 +167,27 @@ def _quantise_static(path: Path, target: Path, inputs: Sequence[Feed]) -> None:
             with contextlib.suppress(EdgeError):
                 OnnxModel(target)
                 return
+
+
+@contextlib.contextmanager
+def _modern(path: Path) -> Iterator[Path]:
+    """The model without its weights among its inputs (IR version 3 had them there): converters would make
+    callers pass them.
+    """
+    onnx = _onnx()
+    model = onnx.load(path)
+    weights = {tensor.name for tensor in model.graph.initializer}
+    inputs = [each for each in model.graph.input if each.name not in weights]
+    if len(inputs) == len(model.graph.input):
+        yield path
+        return
+    del model.graph.input[:]
+    model.graph.input.extend(inputs)
+    model.ir_version = max(model.ir_version, 4)
+    with tempfile.TemporaryDirectory() as folder:
+        modern = Path(folder) / path.name
+        onnx.save(model, modern)
+        yield modern
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 from onnx import TensorProto, helper
 from typer.testing import CliRunner
@@ -60,6 +61,18 @@ def test_each_variant_is_there_and_near_the_original(tmp_path: Path) -> None:
         model = OnnxModel(each.path)
         assert model.metadata.inputs == OnnxModel(path).metadata.inputs
     assert variants["fp16"].nbytes < 0.75 * variants["original"].nbytes
+
+
+def test_weights_that_are_listed_as_inputs_stay_weights(tmp_path: Path) -> None:
+    path = network(tmp_path / "net.onnx")
+    old = onnx.load(path)
+    old.ir_version = 3
+    for tensor in old.graph.initializer:
+        old.graph.input.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))
+    onnx.save(old, path)
+    variants = optimise(path, tmp_path / "out", random_inputs(path, count=2), rounds=1)
+    assert [each.fault for each in variants] == [""] * 5
+    assert {len(OnnxModel(each.path).metadata.inputs) for each in variants} == {1}
 
 
 def test_a_variant_that_a_model_can_not_have_says_why(tmp_path: Path) -> None:
