@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 16, 12, 44
+_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 16, 12, 44
 Scale = Callable[[float], float]
 
 

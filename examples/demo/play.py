@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import cycle
 
 import numpy as np
 
@@ -86,6 +87,7 @@ class Play:
     """Some sessions, played by ``readers`` threads at once; each plays every n-th session, one after the other.
 
     ``think_s`` (least, most): how long a page is looked at. ``on_turn`` is called after each turn, in the reader's thread.
+    ``again``: when the sessions are over they begin anew, until ``stop()``.
     """
 
     def __init__(
@@ -97,6 +99,7 @@ class Play:
         readers: int,
         think_s: tuple[float, float],
         on_turn: Callable[[], None],
+        again: bool = False,
     ) -> None:
         self.answers: list[Answered] = []
         self._desk = desk
@@ -105,6 +108,8 @@ class Play:
         self._on_turn = on_turn
         self._turned = threading.Condition()
         self._failure: BaseException | None = None
+        self._again = again
+        self._stopped = False
         self._threads = [
             threading.Thread(target=self._run, args=(readings[first::readers],), name=f"reader-{first}")
             for first in range(readers)
@@ -127,9 +132,15 @@ class Play:
             raise self._failure
         return time.monotonic() - self.began
 
+    def stop(self) -> None:
+        """Each reader puts the page down that is being read."""
+        self._stopped = True
+
     def _run(self, readings: Sequence[Reading]) -> None:
         try:
-            for reading in readings:
+            for reading in cycle(readings) if self._again else readings:
+                if self._stopped:
+                    return
                 self._read(reading)
         except BaseException as failure:
             with self._turned:
@@ -140,6 +151,8 @@ class Play:
         session = self._client.session(reading.session)
         pace = random.Random(reading.session)  # the same pauses in every run
         for turn in reading.turns:
+            if self._stopped:
+                return
             model, inputs = self._desk.inputs(turn)
             started = time.monotonic()
             try:

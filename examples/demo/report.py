@@ -32,10 +32,10 @@ h1 { font-size:30px; line-height:1.2; margin:0 0 8px; letter-spacing:-.01em; }
 h2 { font-size:18px; margin:0 0 2px; }
 p { margin:0 0 12px; color:var(--soft); max-width:76ch; }
 .lead { font-size:17px; }
-.tiles { display:grid; grid-template-columns:repeat(auto-fit,minmax(190px,1fr)); gap:14px; margin:28px 0; }
+.tiles { display:grid; grid-template-columns:repeat(auto-fit,minmax(180px,1fr)); gap:14px; margin:28px 0; }
 .tile, figure { background:var(--card); border:1px solid var(--rule); border-radius:10px; }
 .tile { padding:16px 18px; }
-.tile b { display:block; font-size:28px; line-height:1.2; font-weight:650; font-variant-numeric:tabular-nums; }
+.tile b { display:block; font-size:22px; font-weight:650; white-space:nowrap; font-variant-numeric:tabular-nums; }
 .tile span { color:var(--soft); font-size:14px; }
 .two { display:grid; grid-template-columns:repeat(auto-fit,minmax(420px,1fr)); gap:14px; }
 figure { margin:0 0 14px; padding:18px 20px; overflow-x:auto; }
@@ -70,7 +70,7 @@ def page(outcome: Outcome) -> str:
     ledger, offline = outcome.ledger, outcome.offline
     tiles = [
         (
-            f"{none.latency_ms(50):.1f} → {full.latency_ms(50):.1f} ms",
+            f"{none.latency_ms(50):.3g} → {full.latency_ms(50):.3g} ms",
             "median wait for a page, without and with the client",
         ),
         (
@@ -127,8 +127,8 @@ def page(outcome: Outcome) -> str:
         _figure(
             "The servers die, the readers go on",
             "Each dot is an answer. Both servers were killed (SIGKILL) and started again later; the models had been "
-            "synced to this machine before. No answer is further than "
-            f"{offline.differs:.1e} from the server's first answer to the same page.",
+            "synced to this machine before. No probability in an answer is further than "
+            f"{offline.differs:.2g} from the server's first answer to the same page.",
             _keys([(name, name) for name in shown]),
             _timeline(outcome),
         )

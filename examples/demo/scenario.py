@@ -31,7 +31,8 @@ _TELEMETRY_S = 2.0  # between uploads; 30 s by default, which would be longer th
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How much is done: documents of so many pages; turns of the training, of each of the three runs, of the last phase."""
+    """How much is done: documents of so many pages; turns of the training, of each of the three runs, of the
+    last phase (at least: it lasts until the servers are back)."""
 
     documents: int
     pages: int
@@ -44,8 +45,8 @@ class Size:
         return self.training + 3 * self.turns + self.offline
 
 
-FULL = Size(documents=20, pages=16, training=300, turns=400, offline=120)
-QUICK = Size(documents=12, pages=10, training=90, turns=100, offline=48)
+FULL = Size(documents=20, pages=16, training=300, turns=400, offline=100)
+QUICK = Size(documents=12, pages=10, training=70, turns=80, offline=40)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +199,7 @@ class Scenario:
                 self._run("lru", "LRU", sessions, cache=Cache(max_bytes=self._budget, k=1)),
                 self._run(
                     "full",
-                    "LRU-K + learned prefetch",
+                    "LRU-K + prefetch",
                     sessions,
                     cache=Cache(max_bytes=self._budget),
                     prefetch=Prefetch(),
@@ -270,8 +271,7 @@ class Scenario:
     def _lose_the_servers(self, sessions: Sequence[Reading]) -> Offline:
         """The models are synced, then both servers are killed under the readers, and started again while they read on."""
         self._say("servers die, readers go on")
-        some = _first_turns(sessions, self._size.offline)
-        total = sum(len(reading.turns) for reading in some)
+        step = self._size.offline // 5
         marks: list[tuple[float, str]] = []
         client = MCPClient(
             self._server.url,
@@ -282,25 +282,47 @@ class Scenario:
         with client:
             self._desk.register(client)
             report = client.edge.sync()
-            play = self._play(client, some)
-            for share, what, act in (
-                (0.25, "mcp-server killed", self._server.kill),
-                (0.40, "mcp-profile killed", self._profile.kill),
-                (0.60, "mcp-profile back", self._profile.start),
-                (0.65, "mcp-server back", self._server.start),
+            play = self._play(client, sessions, again=True)
+            for what, act in (
+                ("mcp-server killed", self._server.kill),
+                ("mcp-profile killed", self._profile.kill),
+                ("mcp-profile back", self._profile.start),
+                ("mcp-server back", self._server.start),
             ):
-                play.wait(int(total * share))
+                play.wait(len(play.answers) + step)
                 act()
                 marks.append((time.monotonic() - play.began, what))
+            play.wait(len(play.answers) + step)
+            play.stop()
             play.wait()
             self._flush(client)
         self._count(client)
         return Offline(tuple(play.answers), tuple(marks), tuple(report.downloaded))
 
     def _play(
-        self, client: MCPClient, sessions: Sequence[Reading], think_s: tuple[float, float] = THINK_S
+        self,
+        client: MCPClient,
+        sessions: Sequence[Reading],
+        think_s: tuple[float, float] = THINK_S,
+        *,
+        again: bool = False,
     ) -> Play:
-        play = Play(self._desk, client, sessions, readers=READERS, think_s=think_s, on_turn=self._turned)
+        # How many pages a phase takes that waits for servers is not known before: the progress bar counts the planned ones.
+        planned = iter(range(self._size.offline)) if again else None
+
+        def on_turn() -> None:
+            if planned is None or next(planned, None) is not None:
+                self._turned()
+
+        play = Play(
+            self._desk,
+            client,
+            sessions,
+            readers=READERS,
+            think_s=think_s,
+            on_turn=on_turn,
+            again=again,
+        )
         play.start()
         return play
 
@@ -324,12 +346,6 @@ def _answer_bytes(library: dict[str, Document], classes: int) -> int:
     document = next(iter(library.values()))
     height, width = map(int, document.pictures[0].shape)
     return height // STRIP_HEIGHT * (width // 8) * classes * 4
-
-
-def _first_turns(sessions: Sequence[Reading], most: int) -> list[Reading]:
-    """The sessions' beginnings, the same number of turns of each, about ``most`` in all."""
-    each = -(-most // len(sessions))
-    return [Reading(f"{one.session}-again", one.turns[:each]) for one in sessions]
 
 
 def _count_events(database: Path) -> tuple[int, int]:

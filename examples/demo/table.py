@@ -14,24 +14,21 @@ _SOURCES = ("server", "cache", "prefetch", "edge", "error")
 
 
 def rows(outcome: Outcome) -> list[tuple[str, ...]]:
-    """A header and a row per run; the last phase, with its dead servers, closes it."""
-    head = ("", "p50", "p95", "hit ratio", "overfetch", "precision", *(f"by {source}" for source in _SOURCES))
-    body = [head]
-    for run in outcome.runs:
-        learned = (f"{run.overfetch:.2f}", f"{run.precision:.0%}") if run.name == "full" else ("–", "–")
-        body.append(
-            (
-                run.title,
-                f"{run.latency_ms(50):.1f} ms",
-                f"{run.latency_ms(95):.1f} ms",
-                f"{run.hit_ratio:.1%}",
-                *learned,
-                *(str(run.sources.get(source, 0)) for source in _SOURCES),
-            )
-        )
+    """A header and a row per figure; a column per run, and one for the phase in which the servers die."""
+    runs, full = outcome.runs, outcome.run("full")
     counts = Counter(one.source for one in outcome.offline.answers)
-    body.append(("servers killed", "–", "–", "–", "–", "–", *(str(counts[source]) for source in _SOURCES)))
-    return body
+    return [
+        ("", *(run.title for run in runs), "servers killed"),
+        ("p50", *(f"{run.latency_ms(50):.1f} ms" for run in runs), ""),
+        ("p95", *(f"{run.latency_ms(95):.1f} ms" for run in runs), ""),
+        ("hit ratio", *(f"{run.hit_ratio:.1%}" for run in runs), ""),
+        ("overfetch", *("" if run is not full else f"{run.overfetch:.2f}" for run in runs), ""),
+        ("prefetch precision", *("" if run is not full else f"{run.precision:.1%}" for run in runs), ""),
+        *(
+            (f"from {source}", *(str(run.sources.get(source, 0)) for run in runs), str(counts[source]))
+            for source in _SOURCES
+        ),
+    ]
 
 
 def summary(outcome: Outcome) -> RenderableType:
@@ -40,19 +37,18 @@ def summary(outcome: Outcome) -> RenderableType:
     table = Table(title=f"{outcome.size.turns} pages by {READERS} readers, three times", title_justify="left")
     table.add_column(head[0])
     for name in head[1:]:
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", style="bold" if name == outcome.run("full").title else "")
     for row in body:
-        table.add_row(*row, style="bold" if row[0] == outcome.run("full").title else "")
+        table.add_row(*row)
     none, full, ledger, offline = outcome.run("none"), outcome.run("full"), outcome.ledger, outcome.offline
     lines = (
-        f"A page waits {full.latency_ms(50) / none.latency_ms(50):.2f} × as long (median) as without the client's help.",
+        f"Half of the pages are there within {full.latency_ms(50) / none.latency_ms(50):.2f} × of what it takes without a cache.",
         f"OCR read {outcome.accuracy:.1%} of the characters of {len(outcome.pages)} pages as they are printed.",
-        f"Cache: {outcome.budget_bytes / 1e6:.0f} MB, {outcome.budget_bytes / outcome.library_bytes:.0%} of the answers to "
+        f"Cache: {outcome.budget_bytes / 1e6:.0f} MB, {outcome.budget_bytes / outcome.library_bytes:.1%} of the answers to "
         "the whole library. Profile: learned from other sessions, downloaded before the first page.",
         f"Readers look at a page for {THINK_S[0] * 1e3:.0f} to {THINK_S[1] * 1e3:.0f} ms: people's time, {PACE} times as fast.",
         f"mcp-server killed under the readers: {offline.errors} errors, {len(offline.edge)} answers from the edge "
-        f"({', '.join(offline.synced)} synced before), at most {offline.differs:.1e} "
-        "from the server's.",
+        f"({', '.join(offline.synced)} synced before), at most {offline.differs:.2g} from the server's.",
         f"mcp-profile killed too: {ledger.recorded} events recorded, {ledger.distinct} arrived, {ledger.lost} lost, "
         f"{ledger.double} counted twice ({ledger.resent} sent again and recognised).",
     )

@@ -1,0 +1,1 @@
+"""Examples: ``python -m examples.quickstart`` and ``python -m examples.demo``."""
