@@ -10,9 +10,11 @@ different outcomes trusts its own counts by n / (n + d), and the shorter context
 
 from __future__ import annotations
 
+import heapq
 from collections import OrderedDict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from .profile import SEPARATOR
 
@@ -20,12 +22,12 @@ from .profile import SEPARATOR
 _PRIOR_WEIGHT = 20.0
 
 
-@dataclass(frozen=True, slots=True)
-class Guess:
-    """A step that may come: how likely it is next, how likely within the horizon, and the longest context that knows it."""
+class Guess(NamedTuple):
+    """A step that may come: how likely within the horizon, how likely next, and the longest context that knows it."""
 
-    next: float
+    step: str
     soon: float
+    next: float
     order: int
 
 
@@ -40,10 +42,11 @@ class _Outcomes:
 
 @dataclass(slots=True)
 class Trail:
-    """Where one session is: its last steps, and the contexts of the steps whose horizon is still open."""
+    """Where one session is: its last steps, the contexts that end here, and those whose horizon is still open."""
 
     steps: deque[str]
     open: deque[tuple[list[_Outcomes], set[str]]]
+    contexts: list[str] = field(default_factory=lambda: [""])  # from the empty one to the longest
 
 
 class Markov:
@@ -64,47 +67,40 @@ class Markov:
 
     def observe(self, trail: Trail, step: str) -> None:
         """Learn that ``step`` came after ``trail``, and move on to it."""
-        for age, (contexts, credited) in enumerate(reversed(trail.open)):
-            first_time = step not in credited
-            for outcomes in contexts:
-                if age == 0:
-                    outcomes.seen += 1.0  # now that it is known what followed
-                    outcomes.nexts[step] = outcomes.nexts.get(step, 0.0) + 1.0
-                if first_time:
-                    outcomes.soon[step] = outcomes.soon.get(step, 0.0) + 1.0
-            if first_time:
+        if trail.open:
+            for outcomes in trail.open[-1][0]:
+                outcomes.seen += 1.0  # now that it is known what followed
+                outcomes.nexts[step] = outcomes.nexts.get(step, 0.0) + 1.0
+        for contexts, credited in trail.open:
+            if step not in credited:
                 credited.add(step)
+                for outcomes in contexts:
+                    outcomes.soon[step] = outcomes.soon.get(step, 0.0) + 1.0
         trail.steps.append(step)
-        contexts = [self._at(context) for context in self._contexts_of(trail)]
-        trail.open.append((contexts, set()))
+        steps = list(trail.steps)
+        trail.contexts = [SEPARATOR.join(steps[len(steps) - order :]) for order in range(len(steps) + 1)]
+        trail.open.append(([self._at(context) for context in trail.contexts], set()))
 
-    def predict(self, trail: Trail) -> dict[str, Guess]:
-        """Every step that any of the trail's contexts has seen follow."""
-        guesses: dict[str, Guess] = {}
-        for order, context in enumerate(self._contexts_of(trail)):
-            outcomes = self._contexts.get(context)
-            prior = self._prior.get(context)
-            nexts, soon, seen = (outcomes.nexts, outcomes.soon, outcomes.seen) if outcomes else ({}, {}, 0.0)
-            if prior:
-                total = sum(prior.values())
-                scale = min(1.0, _PRIOR_WEIGHT / total)
-                nexts = _sum(nexts, prior, scale)
-                soon = _sum(soon, prior, scale)
-                seen += total * scale
-            if not seen:
+    def predict(self, trail: Trail, limit: int) -> list[Guess]:
+        """The steps likeliest within the horizon, best first, of all that any of the trail's contexts has seen follow."""
+        soon: dict[str, float] = {}
+        nexts: dict[str, float] = {}
+        orders: dict[str, int] = {}
+        rest = 1.0  # what the longer contexts leave to the shorter ones
+        for order in range(len(trail.contexts) - 1, -1, -1):
+            outcomes = self._known(trail.contexts[order])
+            if outcomes is None or not outcomes.seen:
                 continue
-            trust = seen / (seen + len(nexts) + 1.0)
-            for step, known in guesses.items():
-                if step not in soon:
-                    guesses[step] = Guess(known.next * (1 - trust), known.soon * (1 - trust), known.order)
-            for step, count in soon.items():
-                known = guesses.get(step, _NOTHING)
-                guesses[step] = Guess(
-                    next=trust * nexts.get(step, 0.0) / seen + (1 - trust) * known.next,
-                    soon=trust * min(1.0, count / seen) + (1 - trust) * known.soon,
-                    order=order,
-                )
-        return guesses
+            trust = outcomes.seen / (outcomes.seen + len(outcomes.nexts))
+            weight = rest * trust / outcomes.seen
+            rest *= 1.0 - trust
+            for step, count in outcomes.soon.items():
+                soon[step] = soon.get(step, 0.0) + weight * count
+                orders.setdefault(step, order)
+            for step, count in outcomes.nexts.items():
+                nexts[step] = nexts.get(step, 0.0) + weight * count
+        best = heapq.nsmallest(limit, soon, key=lambda step: (-soon[step], -nexts.get(step, 0.0), step))
+        return [Guess(step, min(1.0, soon[step]), nexts.get(step, 0.0), orders[step]) for step in best]
 
     def load(self, counts: Mapping[str, Mapping[str, float]]) -> None:
         """Take a fleet's counts as what to believe before anything was seen here; those loaded before are replaced."""
@@ -116,10 +112,21 @@ class Markov:
             context: dict(outcomes.nexts) for context, outcomes in self._contexts.items() if outcomes.nexts
         }
 
-    def _contexts_of(self, trail: Trail) -> list[str]:
-        """The contexts that end here, from the empty one to the longest."""
-        steps = list(trail.steps)
-        return [SEPARATOR.join(steps[len(steps) - order :]) for order in range(len(steps) + 1)]
+    def _known(self, context: str) -> _Outcomes | None:
+        """What is known of a context: what was seen here, and the fleet's counts, weighing ``_PRIOR_WEIGHT`` at most."""
+        mine = self._contexts.get(context)
+        prior = self._prior.get(context)
+        if not prior:
+            return mine
+        total = sum(prior.values())
+        scale = min(1.0, _PRIOR_WEIGHT / total)
+        if mine is None:
+            mine = _Outcomes()
+        return _Outcomes(
+            nexts=_sum(mine.nexts, prior, scale),
+            soon=_sum(mine.soon, prior, scale),
+            seen=mine.seen + total * scale,
+        )
 
     def _at(self, context: str) -> _Outcomes:
         outcomes = self._contexts.get(context)
@@ -130,9 +137,6 @@ class Markov:
         else:
             self._contexts.move_to_end(context)
         return outcomes
-
-
-_NOTHING = Guess(0.0, 0.0, 0)
 
 
 def _sum(mine: Mapping[str, float], others: Mapping[str, float], scale: float) -> dict[str, float]:

@@ -77,14 +77,13 @@ class Predictor:
             state = self._sessions.get(session)
             if state is None:
                 return []
-            exact = self._paths.predict(state.paths)
             found = {
-                path: Candidate(path, guess.soon, guess.next, f"order {guess.order} of paths")
-                for path, guess in exact.items()
+                guess.step: Candidate(guess.step, guess.soon, guess.next, f"order {guess.order} of paths")
+                for guess in self._paths.predict(state.paths, limit + 1)
             }
             here = self._table.resolve(state.path)
-            for step, guess in self._routes.predict(state.routes).items():
-                path = self._path_of(step, here)
+            for guess in self._routes.predict(state.routes, limit):
+                path = self._path_of(guess.step, here)
                 if path is None:
                     continue
                 known = found.get(path)
