@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 import secrets
 import time
@@ -21,6 +22,7 @@ from starlette.middleware.gzip import GZipMiddleware
 from .access import Access
 from .errors import APIError
 from .ingest import MAX_BODY_BYTES, parse, too_large, unpack
+from .limits import RateLimit
 from .service import DEFAULT_PROFILE_BYTES, MAX_PROFILE_BYTES, Profiles
 from .store import Store
 
@@ -51,8 +53,8 @@ _BATCH_SCHEMA = {
 }
 
 
-def create_app(store: Store, profiles: Profiles, access: Access) -> FastAPI:
-    """The application; ``access`` decides who may use it."""
+def create_app(store: Store, profiles: Profiles, access: Access, limit: RateLimit) -> FastAPI:
+    """The application; ``access`` decides who may use it, ``limit`` how fast events may come."""
     app = FastAPI(title="MCP Profile API", version="1", docs_url=None, redoc_url=None)
     app.add_middleware(GZipMiddleware, minimum_size=1024, compresslevel=5)
     registry = CollectorRegistry()
@@ -127,9 +129,20 @@ def create_app(store: Store, profiles: Profiles, access: Access) -> FastAPI:
             )
         body = await _body(request)
         encoding = request.headers.get("content-encoding", "")
-        accepted, duplicates, rejected = await run_in_threadpool(
-            lambda: store.ingest(app_id, parse(unpack(body, encoding)))
-        )
+
+        def take_in() -> tuple[int, int, list[tuple[int, str]]]:
+            batch = parse(unpack(body, encoding))
+            wait = limit.take(app_id, len(batch.rows))
+            if wait:
+                raise APIError(
+                    429,
+                    "too_many_events",
+                    f"events come faster than this server takes them; try again in {wait:.0f} s",
+                    headers={"Retry-After": str(math.ceil(wait))},
+                )
+            return store.ingest(app_id, batch)
+
+        accepted, duplicates, rejected = await run_in_threadpool(take_in)
         batches.inc()
         for result, n in (("accepted", accepted), ("duplicate", duplicates), ("rejected", len(rejected))):
             events.labels(result).inc(n)

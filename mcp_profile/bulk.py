@@ -33,7 +33,9 @@ def connect() -> DuckDBPyConnection:
         import duckdb
     except ImportError as error:
         raise MissingExtraError("profile", "duckdb", "mining in bulk") from error
-    return duckdb.connect()
+    duck = duckdb.connect()
+    duck.execute("SET enable_progress_bar = false")  # it would go to stdout
+    return duck
 
 
 def count(duck: DuckDBPyConnection, app: int, order: int = 4) -> None:

@@ -47,6 +47,7 @@ def serve(
         str,
         typer.Option(envvar="MCP_PROFILE_API_KEY", help="A key that may do everything.", show_default=False),
     ] = "",
+    max_events_per_s: Annotated[float, typer.Option(help="Of each application; 0 is no limit.", min=0)] = 0,
     log_level: Annotated[str, typer.Option(help="critical, error, warning, info or debug.")] = "info",
 ) -> None:
     """Serve the Profile API until Ctrl-C."""
@@ -54,7 +55,9 @@ def serve(
 
     url = database_url(db or _default_db())
     try:
-        server, store = build(url, host, api_key or None, log_level=log_level)
+        server, store = build(
+            url, host, api_key or None, log_level=log_level, max_events_per_s=max_events_per_s
+        )
         listener = listen(host, port)
     except (ValueError, OSError) as error:
         typer.echo(f"mcp-profile: {error}", err=True)

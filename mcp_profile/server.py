@@ -16,6 +16,7 @@ import uvicorn
 
 from .access import Access
 from .app import create_app
+from .limits import RateLimit
 from .service import Profiles
 from .store import Store
 
@@ -31,6 +32,7 @@ class ProfileServer:
     ``db``: a SQLAlchemy URL or the path of an SQLite file; ``None`` is a temporary file, gone when the server
     is closed. ``port`` 0 takes a free one, and ``start()`` after ``stop()`` takes the same one again.
     ``api_key``: asked of every caller; needed, here or in the database, on an address that is not loopback.
+    ``max_events_per_s``: what each application may send; 0 is no limit.
     """
 
     def __init__(
@@ -40,12 +42,14 @@ class ProfileServer:
         *,
         host: str = "127.0.0.1",
         api_key: str | None = None,
+        max_events_per_s: float = 0,
     ) -> None:
         self.host = host
         self.port = port
         self._temporary = tempfile.mkdtemp(prefix="mcp-profile-") if db is None else None
         self._db = database_url(f"{self._temporary}/profile.sqlite" if db is None else db)
         self._api_key = api_key
+        self._max_events_per_s = max_events_per_s
         self._server: uvicorn.Server | None = None
         self._thread: threading.Thread | None = None
         self._store: Store | None = None
@@ -69,7 +73,9 @@ class ProfileServer:
         listener = listen(self.host, self.port)
         self.port = listener.getsockname()[1]
         try:
-            self._server, self._store = build(self._db, self.host, self._api_key)
+            self._server, self._store = build(
+                self._db, self.host, self._api_key, max_events_per_s=self._max_events_per_s
+            )
         except BaseException:
             listener.close()
             raise
@@ -110,7 +116,7 @@ class ProfileServer:
 
 
 def build(
-    db: str, host: str, api_key: str | None, *, log_level: str = "warning"
+    db: str, host: str, api_key: str | None, *, log_level: str = "warning", max_events_per_s: float = 0
 ) -> tuple[uvicorn.Server, Store]:
     """A server that is ready to run on a listening socket.
 
@@ -125,7 +131,7 @@ def build(
             "Make one with `mcp-profile keys create`, set MCP_PROFILE_API_KEY, or serve 127.0.0.1"
         )
     config = uvicorn.Config(
-        create_app(store, Profiles(store), access),
+        create_app(store, Profiles(store), access, RateLimit(max_events_per_s)),
         log_level=log_level,
         lifespan="off",
         server_header=False,

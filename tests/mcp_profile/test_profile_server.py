@@ -15,13 +15,19 @@ import pytest
 import zstandard
 
 from mcp_client._httpx import httpx
-from mcp_client.errors import AuthenticationError, ConnectionFailedError, DeadlineExceededError
+from mcp_client.errors import (
+    AuthenticationError,
+    ConnectionFailedError,
+    DeadlineExceededError,
+    OverloadedError,
+)
 from mcp_client.prefetch.profile import SEPARATOR, Profile
 from mcp_client.telemetry import ProfileAPI
 from mcp_client.telemetry.events import uuid7
 from mcp_profile import ProfileServer
 from mcp_profile.app import MSGPACK
 from mcp_profile.ingest import MAX_BODY_BYTES, MAX_EVENTS
+from mcp_profile.limits import RateLimit
 
 
 @pytest.fixture
@@ -259,6 +265,28 @@ def test_a_key_is_asked_for_where_there_is_one() -> None:
         answer = httpx.get(server.url + "/v1/profile")
         assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer")
         assert httpx.get(server.url + "/healthz").status_code == 200
+
+
+def test_an_application_that_sends_too_fast_is_told_how_long_to_wait() -> None:
+    with ProfileServer(max_events_per_s=1) as server:
+        assert (
+            ProfileAPI(server.url).report(_batch(*(_event(n) for n in range(100)))).accepted == 100
+        )  # 60 s worth, and a bit
+        with pytest.raises(OverloadedError) as caught:
+            ProfileAPI(server.url).report(_batch(_event(101)))
+        assert caught.value.retry_after_s is not None
+        assert 35 <= caught.value.retry_after_s <= 41
+
+
+def test_the_rate_is_each_applications_own_and_comes_back_with_time() -> None:
+    now = [0.0]
+    limit = RateLimit(10, monotonic=lambda: now[0])
+    assert limit.take(1, 700) == 0
+    assert limit.take(1, 1) == pytest.approx(10.1)
+    assert limit.take(2, 1) == 0
+    now[0] = 10.2
+    assert limit.take(1, 1) == 0
+    assert RateLimit(0).take(1, 10**9) == 0
 
 
 def test_the_client_side_names_what_failed(server: ProfileServer) -> None:

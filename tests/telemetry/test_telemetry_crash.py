@@ -127,7 +127,7 @@ def test_kill_9_in_a_loop_loses_nothing_spooled_and_doubles_nothing(
     server: ProfileServer, tmp_path: Path
 ) -> None:
     pause = random.Random(5)
-    for _ in range(6):
+    for _ in range(4):
         clients = [_client(_RESTLESS, server, tmp_path) for _ in range(2)]
         for client in clients:
             assert client.stdout is not None
