@@ -1,0 +1,114 @@
+"""An entry as bytes, for the tiers beyond this process: what is read back is exact, or it is refused.
+
+    "MCPE" · u8 format · u8 flags (1: zstd) · 16 bytes BLAKE3 of key and all that follows · u32 length · header, JSON
+    · the tensors' bytes (``tensors.to_raw``) one after the other, compressed as one if flagged
+
+The key is part of the checksum, so an entry filed under another key is refused like a damaged one. Times are of the wall
+clock: the monotonic one means nothing to another process. Nothing is ever unpickled, evaluated or imported.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import orjson
+from blake3 import blake3
+
+from ..errors import MCPError
+from ..result import Answer
+from ..tensors import datatype_of, from_raw, nbytes_of, to_raw
+from .memory import Entry
+
+try:
+    import zstandard
+except ImportError:  # part of the extra ``disk``; without it entries are stored as they are
+    zstandard = None  # type: ignore[assignment]
+
+FORMAT = 1
+_MAGIC = b"MCPE"
+_ZSTD = 1
+_HEAD = struct.Struct("<4sBB16sI")
+# Tensors below this gain nothing; of larger ones a sample says whether it pays (noise-like floats do not compress).
+_COMPRESS_FROM = 1024
+_SAMPLE = 64 * 1024
+_PAYS_BELOW = 0.8
+
+
+class DamagedEntryError(MCPError):
+    """The bytes are not an entry of this format, or not the one that was stored under this key."""
+
+
+def encode(key: bytes, entry: Entry, *, now: float, wall: float) -> bytes:
+    """``now`` is the monotonic clock's time and ``wall`` the wall clock's at the same moment."""
+    answer = entry.answer
+    raws = [bytes(to_raw(array)) for array in answer.outputs.values()]
+    header: dict[str, Any] = {
+        "model": answer.model,
+        "version": answer.version,
+        "id": answer.id,
+        "digest": answer.digest,
+        "max_age_s": answer.max_age_s,
+        "stored_at": wall - (now - entry.stored_at),
+        "expires_at": wall + (entry.expires_at - now),
+        "size": sum(map(len, raws)),
+        "tensors": [
+            [name, datatype_of(array), list(array.shape), len(raw)]
+            for (name, array), raw in zip(answer.outputs.items(), raws, strict=True)
+        ],
+    }
+    data = b"".join(raws)
+    flags = 0
+    if zstandard is not None and len(data) >= _COMPRESS_FROM:
+        compressor = zstandard.ZstdCompressor(level=1)
+        sample = data[:_SAMPLE]
+        if len(compressor.compress(sample)) < _PAYS_BELOW * len(sample):
+            data, flags = compressor.compress(data), _ZSTD
+    text = orjson.dumps(header)
+    digest = _digest(key, flags, text, data)
+    return _HEAD.pack(_MAGIC, FORMAT, flags, digest, len(text)) + text + data
+
+
+def decode(key: bytes, blob: bytes, *, now: float, wall: float) -> Entry:
+    """The entry, its times on this process's monotonic clock. ``DamagedEntryError`` for anything but what was stored."""
+    if len(blob) < _HEAD.size:
+        raise DamagedEntryError(f"a stored entry has {_HEAD.size} bytes at least; got {len(blob)}")
+    magic, form, flags, digest, length = _HEAD.unpack_from(blob)
+    if magic != _MAGIC or form != FORMAT:
+        raise DamagedEntryError(f"expected a stored entry of format {FORMAT}; got {magic!r}, format {form}")
+    view = memoryview(blob)[_HEAD.size :]
+    text, data = view[:length], view[length:]
+    if _digest(key, flags, text, data) != digest:
+        raise DamagedEntryError("a stored entry's checksum does not fit its bytes")
+    header = orjson.loads(text)  # what follows was written by encode(): the checksum says so
+    if flags & _ZSTD:
+        if zstandard is None:
+            raise DamagedEntryError("a stored entry is compressed: pip install 'mcp2026[disk]' to read it")
+        data = memoryview(zstandard.ZstdDecompressor().decompress(data, max_output_size=header["size"]))
+    outputs = {}
+    at = 0
+    for name, datatype, shape, size in header["tensors"]:
+        outputs[name] = from_raw(bytes(data[at : at + size]), datatype, shape, what=name)
+        at += size
+    answer = Answer.of(
+        outputs,
+        model=header["model"],
+        version=header["version"],
+        id=header["id"],
+        digest=header["digest"],
+        max_age_s=header["max_age_s"],
+    )
+    return Entry(
+        answer=answer,
+        stored_at=now - (wall - header["stored_at"]),
+        expires_at=now + (header["expires_at"] - wall),
+        nbytes=nbytes_of(outputs),
+    )
+
+
+def _digest(key: bytes, flags: int, text: bytes | memoryview, data: bytes | memoryview) -> bytes:
+    hasher = blake3(key + bytes([FORMAT, flags]))
+    hasher.update(struct.pack("<I", len(text)))
+    hasher.update(text)
+    hasher.update(data)
+    return hasher.digest(16)
