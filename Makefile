@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 NAME ?= demo
 ARGS ?=
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test test-httpx lint bench clean
 
 $(STAMP): pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -19,6 +19,9 @@ demo: $(STAMP)  ## the main job: readers, an OCR model, the cache, learned prefe
 
 test: $(STAMP)
 	@$(BIN)/python -m pytest $(ARGS)
+
+test-httpx: $(STAMP)  ## the promises once more, on the original httpx instead of httpx2
+	@TEST_HTTP_LIBRARY=httpx $(BIN)/python -m pytest tests/test_promises.py $(ARGS)
 
 lint: $(STAMP)
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +18,11 @@ from tests import models
 # A loaded machine must not fail a property test: hypothesis' deadline of 200 ms an example measures the machine.
 settings.register_profile("no_deadline", deadline=None)
 settings.load_profile("no_deadline")
+
+
+if os.environ.get("TEST_HTTP_LIBRARY") == "httpx":
+    # An application may have pinned the original: then the SDK must do with it (see mcp_client/_httpx.py).
+    sys.modules["httpx2"] = sys.modules["httpcore2"] = None  # type: ignore[assignment]
 
 
 @pytest.fixture(autouse=True)

@@ -35,6 +35,7 @@ from mcp_client import (
     RequestRejectedError,
     Retry,
 )
+from mcp_client._httpx import httpx
 from mcp_profile import ProfileServer
 from stub_server import StubServer
 from tests import models
@@ -267,9 +268,7 @@ def test_every_event_arrives_once_although_the_profile_api_was_away(
             client.flush(timeout=0.5)
             profile.start()
             assert client.flush(timeout=20)
-        import httpx2
-
-        stats = httpx2.get(profile.url + "/v1/stats").json()
+        stats = httpx.get(profile.url + "/v1/stats").json()
         assert stats["events"] == 40
         raw = (tmp_path / "profile.db").read_bytes() + (tmp_path / "profile.db-wal").read_bytes()
         assert b"user-42" not in raw
@@ -301,7 +300,10 @@ def test_a_model_file_that_was_tampered_with_is_not_used(server: StubServer, tmp
     raw = bytearray(file.read_bytes())
     raw[-1] ^= 1
     file.write_bytes(raw)
-    with MCPClient(f"edge:{tmp_path / 'models'}") as client, pytest.raises(IntegrityError, match="was not used"):
+    with (
+        MCPClient(f"edge:{tmp_path / 'models'}") as client,
+        pytest.raises(IntegrityError, match="was not used"),
+    ):
         client.infer(X, model="affine")
 
 

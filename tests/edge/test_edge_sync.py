@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx2 as httpx
 import numpy as np
 import onnx
 import pytest
 
+from mcp_client._httpx import httpx
 from mcp_client.edge import download as download_module
 from mcp_client.edge import staging
 from mcp_client.edge.repository import ModelRepository
