@@ -132,7 +132,7 @@ def test_adaptive_turns_when_the_stream_does() -> None:
     pools = streams()["two pools"]
     best = hit_ratio(lru_2(), pools, 100)
     assert best > hit_ratio(S3FIFO(), pools, 100)
-    assert hit_ratio(policy, pools, 100) > best - 0.01
+    assert hit_ratio(policy, pools, 100) > best - 0.02  # the turn included
     assert policy._leader == 0
 
 
