@@ -17,7 +17,7 @@ from mcp_client.prefetch.profile import SEPARATOR
 
 from .schema import mined, path_sums, tails, transitions
 from .sessions import IDLE_S, STEP_SEPARATOR, asked, demanded, grams, steps, wanted
-from .steps import ROUTE_ORDER, Step, move
+from .steps import MAX_KEY_BYTES, ROUTE_ORDER, Step, move
 from .store import Store
 from .upkeep import export
 
@@ -171,7 +171,10 @@ def _tails(duck: DuckDBPyConnection, app: int, order: int) -> Iterable[tuple[str
 def _add(duck: DuckDBPyConnection, kind: str, newest_first: list[str], source: str) -> None:
     step, *before = newest_first
     context = f" || '{SEPARATOR}' || ".join(reversed(before)) or "''"
-    duck.execute(f"INSERT INTO transitions SELECT '{kind}', {context}, {step}, SUM(n) {source} GROUP BY ALL")
+    duck.execute(
+        f"INSERT INTO transitions SELECT '{kind}', {context} AS context, {step} AS step, SUM(n) {source} "
+        f"AND strlen({context}) + strlen({step}) <= {MAX_KEY_BYTES} GROUP BY ALL"
+    )
 
 
 def _insert(duck: DuckDBPyConnection, table: str, rows: Iterable[tuple[Any, ...]]) -> None:

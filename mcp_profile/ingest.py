@@ -25,7 +25,7 @@ SOURCES = frozenset({"cache", "prefetch", "server", "edge", "stale", "error"})
 OUTCOMES = frozenset({"", "used", "expired", "evicted", "cancelled"})
 # Lengths in characters. A path longer than this is an application's mistake (data in the path), and one such
 # path repeated in contexts of four steps would fill a profile.
-_LENGTHS = {"session": 128, "path": 1024, "route": 1024, "fp": 64, "model": 256, "prefetch_id": 64}
+_LENGTHS = {"session": 128, "path": 512, "route": 512, "fp": 64, "model": 256, "prefetch_id": 64}
 # Control characters: U+001F separates the steps of a context, PostgreSQL can't store U+0000, none belongs in
 # a name. Surrogates are no text: they reach us only through JSON escapes.
 _unfit = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]").search

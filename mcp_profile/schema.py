@@ -9,6 +9,7 @@ from sqlalchemy import (
     BigInteger,
     Column,
     Float,
+    Identity,
     Index,
     Integer,
     MetaData,
@@ -26,7 +27,9 @@ _Id = BigInteger().with_variant(Integer(), "sqlite")
 applications = Table(
     "applications",
     metadata,
-    Column("id", Integer, primary_key=True, autoincrement=True),
+    Column(
+        "id", Integer, Identity(start=2), primary_key=True
+    ),  # 1 is the default application, which is always there
     Column("name", String(100), nullable=False, unique=True),
 )
 

@@ -14,6 +14,9 @@ from mcp_client.prefetch.routes import Params, Route
 Step = tuple[str, str]  # path, and the template of its route or ""
 # The predictor looks no further back on routes: what is done to parameters repeats soon.
 ROUTE_ORDER = 2
+# UTF-8 bytes of context and next step together: an index of PostgreSQL takes 2704 a row. Such long contexts are not counted;
+# the shorter ones that they end with are.
+MAX_KEY_BYTES = 2400
 
 
 def keys_of(gram: tuple[Step, ...]) -> Iterator[tuple[str, str, str]]:
@@ -36,7 +39,10 @@ def keys_of(gram: tuple[Step, ...]) -> Iterator[tuple[str, str, str]]:
 def _contexts(kind: str, steps: list[str]) -> Iterator[tuple[str, str, str]]:
     *before, step = steps
     for start in range(len(before), -1, -1):
-        yield kind, SEPARATOR.join(before[start:]), step
+        context = SEPARATOR.join(before[start:])
+        if 4 * (len(context) + len(step)) > MAX_KEY_BYTES < len(context.encode()) + len(step.encode()):
+            return
+        yield kind, context, step
 
 
 @lru_cache(maxsize=1 << 16)

@@ -15,23 +15,26 @@ import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import Connection, Engine
 
-from mcp_client.errors import listed
+from mcp_client.errors import MissingExtraError, listed
 
 from .ingest import COLUMNS, Batch
 from .schema import applications, batches, clients, events, hourly, metadata
 from .sessions import LOST
 
 DEFAULT_APP = 1
+_LOCKS = 0x6D6370  # the first half of our advisory locks' keys ("mcp"), the second is the application
 
 
 class Store:
-    """One database, by SQLAlchemy URL (``sqlite:///path``, ``postgresql+psycopg://…``).
+    """One database, by SQLAlchemy URL (``sqlite:///path``, ``postgresql://…``).
 
     Safe to share between threads.
     """
 
     def __init__(self, url: str, *, clock: Callable[[], float] = time.time) -> None:
         self.url = sa.make_url(url)
+        if self.url.drivername == "postgresql":
+            self.url = self.url.set(drivername="postgresql+psycopg")
         self.clock = clock
         self.is_sqlite = self.url.get_backend_name() == "sqlite"
         self._writing = threading.Lock()
@@ -42,8 +45,9 @@ class Store:
         self._insert_events = (
             f"INSERT INTO events ({', '.join(columns)}) VALUES ({', '.join([mark] * len(columns))})"
         )
-        metadata.create_all(self._engine)
         with self.write() as db:
+            self._one_at_a_time(db, 0)  # several processes may meet an empty database
+            metadata.create_all(db)
             db.execute(
                 self.insert(applications).values(id=DEFAULT_APP, name="default").on_conflict_do_nothing()
             )
@@ -107,6 +111,7 @@ class Store:
         now = self.clock()
         rejected = orjson.dumps(batch.rejected).decode() if batch.rejected else ""
         with self.write() as db:
+            self._one_at_a_time(db, app)
             client = self._client(db, app, batch, now)
             entry = {
                 "app": app,
@@ -116,7 +121,8 @@ class Store:
                 "events": len(batch.rows),
                 "rejected": rejected,
             }
-            if db.execute(self.insert(batches).values(entry).on_conflict_do_nothing()).rowcount == 0:
+            new = self.insert(batches).values(entry).on_conflict_do_nothing().returning(batches.c.batch_id)
+            if db.execute(new).first() is None:
                 found = db.execute(
                     sa.select(batches.c.events, batches.c.rejected).where(
                         batches.c.app == app, batches.c.batch_id == batch.id
@@ -165,7 +171,8 @@ class Store:
         outcomes: dict[str, int] = {}
         hours: dict[int, dict[str, int]] = {}
         stored = 0
-        for hour, source, outcome, n, latency, nbytes in by_hour:
+        for hour, source, outcome, events_sum, latency, bytes_sum in by_hour:
+            n, nbytes = int(events_sum), int(bytes_sum)  # PostgreSQL sums whole numbers to decimals
             stored += n
             if outcome:
                 outcomes[outcome] = outcomes.get(outcome, 0) + n
@@ -199,6 +206,14 @@ class Store:
             ],
         }
 
+    def _one_at_a_time(self, db: Connection, app: int) -> None:
+        """Until the transaction ends, no other one of ``app`` gets past this. (On SQLite none does anyway.)
+
+        Without it an event could become visible after one with a higher id was mined, and never be mined itself.
+        """
+        if not self.is_sqlite:
+            db.execute(sa.select(sa.func.pg_advisory_xact_lock(_LOCKS, app)))
+
     def _client(self, db: Connection, app: int, batch: Batch, now: float) -> int:
         statement = self.insert(clients).values(
             app=app, client_id=batch.client_id, sdk=batch.sdk, first_seen=now, last_seen=now
@@ -220,7 +235,12 @@ class Store:
 
     def _connect(self) -> Engine:
         if not self.is_sqlite:
-            return sa.create_engine(self.url, pool_pre_ping=True)
+            try:
+                return sa.create_engine(self.url, pool_pre_ping=True)
+            except ModuleNotFoundError as error:
+                raise MissingExtraError(
+                    "postgres", error.name or "psycopg", f"the database {self.url.drivername}"
+                ) from error
         name = self.url.database
         if name and name != ":memory:":
             file = Path(name)

@@ -134,6 +134,17 @@ def test_a_pause_ends_a_visit_and_a_clock_set_back_does_not(store: Store) -> Non
     assert gaps == {"a": 10.0, "b": IDLE_S, "c": 0.0, "d": 0.0, "e": 0.0}
 
 
+def test_contexts_too_long_for_an_index_are_left_out_and_shorter_ones_are_not(store: Store) -> None:
+    paths = [letter + "ü" * 500 for letter in "abcd"]
+    _ingest(store, [_row(n, path) for n, path in enumerate(paths)])
+    Miner(store).mine(DEFAULT_APP)
+    lengths = {(len(context.split()), step[0]) for context, step in _counts(store)}
+    assert lengths == {(0, "b"), (1, "b"), (0, "c"), (1, "c"), (0, "d"), (1, "d")}
+    before = _learned(store)
+    bulk.rebuild(store, DEFAULT_APP)
+    assert _learned(store) == before
+
+
 def test_lost_prefetches_and_requests_without_a_path_are_no_steps(store: Store) -> None:
     rows = [
         _row(1, "a"),
