@@ -81,8 +81,8 @@ class Retry:
 class Telemetry:
     """Where events go (a Profile API) and how. No tensor data is ever sent; session ids are hashed before they are stored.
 
-    ``interval_s``: between uploads. ``spool_dir``: where events wait (default: ``telemetry`` in the state folder); the spool there is
-    one per ``url``, for all processes, so two applications with API keys of their own on one machine need a folder each.
+    ``interval_s``: between uploads. ``spool_dir``: where events wait (default: ``telemetry`` in the state folder); the spool there
+    is one per ``url``, for all processes, so two applications with API keys of their own on one machine need a folder each.
     ``max_spool_bytes``: on disk at most, the oldest events go first. ``max_batch``: events per request. ``sample``: the share of
     sessions that is reported, each as a whole. ``redact``: sees every event as it would leave the machine (a dict, session
     already hashed) and returns it changed, or ``None`` to drop it.

@@ -13,7 +13,7 @@ class Faults:
     def __init__(self, latency_ms: float = 0.0, error_rate: float = 0.0, seed: int | None = None) -> None:
         self.latency_ms = latency_ms
         self.error_rate = error_rate
-        self._random = random.Random(seed)  # noqa: S311  # no secret depends on it
+        self._random = random.Random(seed)  # no secret depends on it
         self._lock = threading.Lock()
 
     @property
