@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 
 class MCPError(Exception):
@@ -23,6 +24,11 @@ class MCPError(Exception):
         self.attempts = self.attempts or attempts
         return self
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Errors are copied (each caller of a shared flight gets its own) and cross process pools: whatever arguments a
+        # subclass was made with, its state is what counts.
+        return _remade, (type(self), self.args, self.__dict__)
+
     def __str__(self) -> str:
         where = [
             f"request {self.request_id}" if self.request_id else "",
@@ -31,6 +37,12 @@ class MCPError(Exception):
         ]
         told = ", ".join(part for part in where if part)
         return f"{self.message} [{told}]" if told else self.message
+
+
+def _remade(kind: type[MCPError], args: tuple[Any, ...], state: dict[str, Any]) -> MCPError:
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(state)
+    return error
 
 
 class InvalidInputError(MCPError, ValueError):
