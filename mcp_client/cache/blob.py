@@ -29,6 +29,7 @@ FORMAT = 1
 _MAGIC = b"MCPE"
 _ZSTD = 1
 _HEAD = struct.Struct("<4sBB16sI")
+_ALIGNED = 16  # where the tensors begin in the bytes, as malloc has it: no copy is needed to read them
 # Tensors below this gain nothing; of larger ones a sample says whether it pays (noise-like floats do not compress).
 _COMPRESS_FROM = 1024
 _SAMPLE = 64 * 1024
@@ -65,6 +66,7 @@ def encode(key: bytes, entry: Entry, *, now: float, wall: float) -> bytes:
         if len(compressor.compress(sample)) < _PAYS_BELOW * len(sample):
             data, flags = compressor.compress(data), _ZSTD
     text = orjson.dumps(header)
+    text += b" " * (-(_HEAD.size + len(text)) % _ALIGNED)
     digest = _digest(key, flags, text, data)
     return _HEAD.pack(_MAGIC, FORMAT, flags, digest, len(text)) + text + data
 
@@ -88,7 +90,8 @@ def decode(key: bytes, blob: bytes, *, now: float, wall: float) -> Entry:
     outputs = {}
     at = 0
     for name, datatype, shape, size in header["tensors"]:
-        outputs[name] = from_raw(bytes(data[at : at + size]), datatype, shape, what=name)
+        array = from_raw(data[at : at + size], datatype, shape, what=name)
+        outputs[name] = array if array.flags.aligned else array.copy()  # behind a tensor of odd length
         at += size
     answer = Answer.of(
         outputs,
