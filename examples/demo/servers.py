@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -10,8 +11,7 @@ import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
-
-from mcp_client._httpx import httpx
+from urllib.request import urlopen
 
 _START_S = 30.0
 
@@ -38,10 +38,10 @@ class Server:
         give_up = time.monotonic() + _START_S
         while time.monotonic() < give_up and self._process.poll() is None:
             try:
-                if httpx.get(self.url + self._ready, timeout=2.0).status_code == 200:
-                    return
-            except httpx.TransportError:
-                time.sleep(0.05)  # not listening yet
+                self.get(self._ready)
+                return
+            except OSError:  # not listening yet, or not ready yet
+                time.sleep(0.1)
         self.kill()
         raise RuntimeError(
             f"{self._command[0]} did not start: {self._log.read_text(errors='replace')[-2000:]}"
@@ -55,10 +55,10 @@ class Server:
             self._process = None
 
     def get(self, path: str) -> Any:
-        """The JSON that it answers to a GET."""
-        answer = httpx.get(self.url + path, timeout=10.0)
-        answer.raise_for_status()
-        return answer.json()
+        """The JSON that it answers to a GET; ``OSError`` if it does not answer, or not well."""
+        with urlopen(self.url + path, timeout=10.0) as answer:
+            body = answer.read()
+        return json.loads(body) if body else None
 
     def __enter__(self) -> Self:
         self.start()
