@@ -169,8 +169,9 @@ class OnnxModel:
             options.log_severity_level = 4  # every error is raised; no need to print it as well
             options.intra_op_num_threads = self._threads or usable_cores()
             options.inter_op_num_threads = 1
-            # Idle threads sleep, as the cores are shared with the application (or with the server's other requests):
-            # PP-OCRv4 on 2 busy cores took 28 ms against 58, the server half the CPU; a small MLP loses 10 to 20 µs.
+            # Idle threads sleep, as the cores are shared with the application (or with the server's other
+            # requests): PP-OCRv4 on 2 busy cores took 28 ms against 58, the server half the CPU; a small MLP
+            # loses 10 to 20 µs.
             options.add_session_config_entry("session.intra_op.allow_spinning", "0")
             if change is not None:
                 change(options)
