@@ -187,7 +187,7 @@ def create_app(store: Store, profiles: Profiles, access: Access, limit: RateLimi
     @app.get("/v1/graph")
     def graph(
         request: Request,
-        session: Annotated[str, Query(max_length=128)] = "",
+        session: Annotated[str, Query(max_length=128, pattern=r"^[^\x00-\x1f\x7f]*$")] = "",
         limit: Annotated[int, Query(ge=1, le=10_000)] = 500,
     ) -> Response:
         """Steps and the transitions between them: of one session (its hashed id), or of all."""

@@ -44,8 +44,12 @@ def install_key(directory: Path) -> bytes:
             out.write(secrets.token_bytes(KEY_BYTES))
             out.flush()
             os.fsync(out.fileno())
-        with contextlib.suppress(FileExistsError):
+        try:
             os.link(draft, file)  # unlike rename, link never replaces: the first process wins, whole
+        except FileExistsError:
+            pass
+        except OSError:  # a file system without links, as on many SD cards
+            os.replace(draft, file)
     finally:
         draft.unlink(missing_ok=True)
     return file.read_bytes()
@@ -66,7 +70,9 @@ def exclusive(file: Path | None) -> Iterator[bool]:
     if file is None:
         yield True
         return
+    make_private(file.parent)
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    _locks.add(descriptor)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -75,4 +81,24 @@ def exclusive(file: Path | None) -> Iterator[bool]:
             return
         yield True
     finally:
-        os.close(descriptor)
+        if (
+            descriptor in _locks
+        ):  # not so in a child that was forked meanwhile: the number may be another file's by now
+            _locks.discard(descriptor)
+            fcntl.flock(
+                descriptor, fcntl.LOCK_UN
+            )  # closing frees it only when a child that was just forked has closed, too
+            os.close(descriptor)
+
+
+# A forked child has the parent's lock, too, and would hold it for as long as it lives.
+_locks: set[int] = set()
+
+
+def _after_fork_in_child() -> None:
+    while _locks:
+        os.close(_locks.pop())
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -398,8 +398,9 @@ class TelemetryPipe:
             self._last_error = f"{type(error).__name__}: {error}"
             return error
         except (sqlite3.Error, OSError) as error:
+            self._disk.set_aside(error)
             self._last_error = f"{type(error).__name__}: {error}"
-            return error
+            return None  # the disk's failure is no reason to leave the server alone: what is in memory can be sent
         except Exception as error:
             log.exception(
                 "telemetry could not be uploaded"
@@ -407,6 +408,8 @@ class TelemetryPipe:
             self._last_error = f"{type(error).__name__}: {error}"
             return error
         finally:
+            if self._closed:  # a thread that close() did not wait for opens nothing that stays open
+                self._disk.close()
             self._uploading.release()
 
     def _deliver(self, spool: Spool, deadline: float | None) -> bool:

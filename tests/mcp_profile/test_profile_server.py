@@ -237,6 +237,39 @@ def test_the_graph_is_of_all_sessions_or_of_one(http: httpx.Client) -> None:
     assert http.get("/v1/graph", params={"session": "nobody"}).json()["nodes"] == []
 
 
+_NASTY = [
+    "",
+    "0",
+    "-1",
+    "1e9",
+    "NaN",
+    "9" * 30,
+    "a\x00b",
+    "\x1f",
+    "💡" * 40,
+    "x" * 10_000,
+    "' OR 1=1 --",
+    "%",
+    "_",
+    "../..",
+    "[]",
+]
+
+
+@pytest.mark.parametrize("value", _NASTY)
+def test_nothing_a_caller_asks_is_an_error_of_the_server(value: str, http: httpx.Client) -> None:
+    for path in ("/v1/graph", "/v1/paths", "/v1/profile", "/v1/stats", "/metrics"):
+        for name in ("session", "limit", "min_support", "max_bytes"):
+            assert http.get(path, params={name: value}).status_code in (200, 422)
+    headers = {
+        "If-None-Match": value.encode(),
+        "Accept": value.encode(),
+        "Authorization": b"Bearer " + value.encode(),
+    }
+    safe = {name: text for name, text in headers.items() if b"\x00" not in text and len(text) < 1000}
+    assert http.get("/v1/profile", headers=safe).status_code == 200
+
+
 def test_metrics_are_there_for_prometheus(http: httpx.Client) -> None:
     http.post("/v1/telemetry", json=_batch(_event(1), _event(2, source="moon")))
     text = http.get("/metrics").text

@@ -154,6 +154,31 @@ def test_one_process_at_a_time_holds_the_lock(tmp_path: Path) -> None:
         assert again
 
 
+def test_a_forked_child_does_not_keep_its_parents_lock(tmp_path: Path) -> None:
+    alive, end = os.pipe()
+    with exclusive(tmp_path / "lock"):
+        pid = os.fork()
+        if pid == 0:
+            os.close(end)
+            os.read(alive, 1)  # until the parent closes its end
+            os._exit(0)
+    with exclusive(tmp_path / "lock") as again:
+        assert again
+    os.close(end)
+    os.close(alive)
+    os.waitpid(pid, 0)
+
+
+def test_a_file_system_without_links_keeps_a_key_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError("no links here")
+
+    monkeypatch.setattr(os, "link", refuse)
+    assert install_key(tmp_path) == install_key(tmp_path)
+
+
 def test_processes_that_start_at_once_share_the_spool(file: Path) -> None:
     script = (
         "import sys; from pathlib import Path; from mcp_client.telemetry.spool import Spool\n"

@@ -122,6 +122,12 @@ def _stored(server: ProfileServer, pipe: TelemetryPipe) -> list[int]:
         return [seq for (seq,) in found]
 
 
+def test_flush_with_nothing_recorded_has_nothing_to_complain_about(picky: PickyServer, pipe_to: Any) -> None:
+    pipe = pipe_to(picky.url)
+    assert pipe.flush()
+    assert (pipe.stats().last_error, picky.batches) == ("", [])
+
+
 def test_a_recorded_event_arrives_as_the_protocol_has_it(picky: PickyServer, pipe_to: Any) -> None:
     pipe = pipe_to(picky.url, clock=lambda: 1767225600.1234)
     _record(pipe)
