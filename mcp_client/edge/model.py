@@ -59,10 +59,11 @@ _ONNX_BFLOAT16 = 16  # TensorProto.DataType
 class OnnxModel:
     """An ONNX file run by ONNX Runtime; safe to share between threads, and usable in a forked child.
 
-    ``device``: ``cpu``, or one with its number: ``cuda:0``. ``threads``: for one call (default: the CPUs this
-    process may use). ``digest``: ``sha256:…`` of the file if the caller has just checked it, so that it is
-    not read twice. Raises ``MissingExtraError`` without onnxruntime, ``EdgeError`` if the file is no model
-    that tensors can be passed to, ``ConfigurationError`` for a device that is not there.
+    ``device``: ``cpu``, or one with its number: ``cuda:0``. ``threads``: for one call (default: the physical
+    cores this process may use). ``digest``: ``sha256:…`` of the file if the caller has just checked it, so
+    that it is not read twice. ``cache_dir``: where its optimised graph is kept for the next start (default:
+    nowhere). Raises ``MissingExtraError`` without onnxruntime, ``EdgeError`` if the file is no model that
+    tensors can be passed to, ``ConfigurationError`` for a device that is not there.
     """
 
     def __init__(
