@@ -34,6 +34,7 @@ _ALIGNED = 16  # where the tensors begin in the bytes, as malloc has it: no copy
 _COMPRESS_FROM = 1024
 _SAMPLE = 64 * 1024
 _PAYS_BELOW = 0.8
+_LARGEST = 2**31 - 1  # bytes of an answer, as on the wire
 
 
 class DamagedEntryError(MCPError):
@@ -82,27 +83,35 @@ def decode(key: bytes, blob: bytes, *, now: float, wall: float) -> Entry:
     text, data = view[:length], view[length:]
     if _digest(key, flags, text, data) != digest:
         raise DamagedEntryError("a stored entry's checksum does not fit its bytes")
-    header = orjson.loads(text)  # what follows was written by encode(): the checksum says so
+    try:  # a checksum is no signature: whoever can write to the store can make one that fits
+        return _read(text, data, flags, now=now, wall=wall)
+    except (MCPError, KeyError, TypeError, ValueError, OverflowError, MemoryError) as error:
+        raise DamagedEntryError(f"a stored entry can't be read: {error}") from error
+
+
+def _read(text: memoryview, data: memoryview, flags: int, *, now: float, wall: float) -> Entry:
+    header = orjson.loads(text)
     if flags & _ZSTD:
         if zstandard is None:
-            raise DamagedEntryError("a stored entry is compressed: pip install 'mcp2026[disk]' to read it")
-        data = memoryview(zstandard.ZstdDecompressor().decompress(data, max_output_size=header["size"]))
+            raise DamagedEntryError("it is compressed: pip install 'mcp2026[disk]' to read it")
+        size = header["size"]
+        if zstandard.frame_content_size(data) != size or size > _LARGEST:
+            raise DamagedEntryError(
+                f"it says that it unpacks to {size} bytes; its frame says otherwise, or it is too many"
+            )
+        try:
+            data = memoryview(zstandard.ZstdDecompressor().decompress(data))
+        except zstandard.ZstdError as error:
+            raise DamagedEntryError(str(error)) from error
     outputs = {}
     at = 0
     for name, datatype, shape, size in header["tensors"]:
         array = from_raw(data[at : at + size], datatype, shape, what=name)
         outputs[name] = array if array.flags.aligned else array.copy()  # behind a tensor of odd length
         at += size
-    answer = Answer.of(
-        outputs,
-        model=header["model"],
-        version=header["version"],
-        id=header["id"],
-        digest=header["digest"],
-        max_age_s=header["max_age_s"],
-    )
+    texts = {name: str(header[name]) for name in ("model", "version", "id", "digest")}
     return Entry(
-        answer=answer,
+        answer=Answer.of(outputs, **texts, max_age_s=header["max_age_s"]),
         stored_at=now - (wall - header["stored_at"]),
         expires_at=now + (header["expires_at"] - wall),
         nbytes=nbytes_of(outputs),

@@ -9,7 +9,6 @@ and no orphans after a crash.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import sqlite3
 import stat
@@ -17,10 +16,11 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from ..errors import ConfigurationError, MissingExtraError
 from .blob import DamagedEntryError, decode, encode
+from .guard import Guard
 from .memory import Entry
 
 try:
@@ -28,11 +28,6 @@ try:
 except ImportError:  # Windows has none: there each process asks for itself
     fcntl = None  # type: ignore[assignment]
 
-log = logging.getLogger("mcp_client")
-T = TypeVar("T")
-
-# A tier that failed is left alone this long: a full or vanished disk must not cost every request a system call.
-_PAUSE_S = 10.0
 # How long another process's write may hold one up. A cache that is slower than this is no help.
 _BUSY_S = 0.25
 
@@ -53,47 +48,55 @@ class DiskTier:
         self._max_bytes = max_bytes
         self._wall = wall
         self._lock = threading.Lock()
-        self._warned: set[str] = set()
-        self._paused_until = float("-inf")
-        self.failures = 0
-        self._leads: int | None = (
-            None  # the file whose locked bytes say which keys this process asks a server for
-        )
-        self._store = self._open()
+        # The file whose locked bytes say which keys this process asks a server for.
+        self._leads: int | None = None
+        try:
+            import diskcache
+        except ImportError as error:
+            raise MissingExtraError("disk", "diskcache", "a cache on disk") from error
+        self._errors = (OSError, sqlite3.Error, diskcache.Timeout)
+        self._guard = Guard(f"the cache on disk at {self._directory}", self._errors)
+        self._store = self._open(diskcache)
+
+    @property
+    def failures(self) -> int:
+        """How often the disk failed."""
+        return self._guard.failures
 
     def get(self, key: bytes, now: float) -> Entry | None:
         """The fresh entry; ``None`` for what is missing, stale, damaged or not readable in time."""
-        blob = self._use(now, lambda store: store.get(key), None)
+        blob = self._guard.use(now, lambda: self._store.get(key), None)
         if blob is None:
             return None
         try:
             entry = decode(key, blob, now=now, wall=self._wall())
         except DamagedEntryError as error:
-            self._warn("damaged entry", f"{self._directory} holds a damaged entry, which is dropped: {error}")
+            self._guard.warn("damaged entry", f"holds a damaged entry, which is dropped: {error}")
             self.remove(key, now)
             return None
         return entry if entry.expires_at > now else None
 
     def put(self, key: bytes, entry: Entry, now: float) -> None:
         """Keep an entry until it expires or room is needed. One that takes a quarter of the room is not kept."""
-        if self._store is None or now < self._paused_until or entry.nbytes > self._max_bytes / 4:
+        if self._guard.paused(now) or entry.nbytes > self._max_bytes / 4:
             return
         blob = encode(key, entry, now=now, wall=self._wall())
         expire = max(0.0, entry.expires_at - now)
-        self._use(now, lambda store: store.set(key, blob, expire=expire, tag=entry.answer.model), None)
+        self._guard.use(now, lambda: self._store.set(key, blob, expire=expire, tag=entry.answer.model), None)
 
     def remove(self, key: bytes, now: float) -> None:
         """Drop one entry, for every process that shares the directory, as the two below."""
-        self._use(now, lambda store: store.delete(key), None)
+        self._guard.use(now, lambda: self._store.delete(key), None)
 
     def invalidate(self, model: str, now: float) -> None:
-        self._use(now, lambda store: store.evict(model), None)
+        self._guard.use(now, lambda: self._store.evict(model), None)
 
     def clear(self, now: float) -> None:
-        self._use(now, lambda store: store.clear(), None)
+        if self._store is not None:
+            self._guard.use(now, self._store.clear, None)
 
     def __len__(self) -> int:
-        return self._use(float("inf"), len, 0)
+        return self._guard.use(float("inf"), lambda: len(self._store) if self._store is not None else 0, 0)
 
     def lead(self, key: bytes) -> bool:
         """Whether this process is to ask a server for ``key``: ``False`` while another one does.
@@ -114,9 +117,9 @@ class DiskTier:
         except BlockingIOError:
             return False
         except OSError as error:
-            self._warn(
+            self._guard.warn(
                 "leads",
-                f"{self._directory} can't say who asks for what, so every process asks itself: {error}",
+                f"can't say who asks for what, so every process asks itself: {error}",
             )
         return True
 
@@ -133,14 +136,7 @@ class DiskTier:
         if self._store is not None:
             self._store.close()
 
-    # --- guarding ---
-
-    def _open(self) -> Any:
-        try:
-            import diskcache
-        except ImportError as error:
-            raise MissingExtraError("disk", "diskcache", "a cache on disk") from error
-        self._errors: tuple[type[BaseException], ...] = (OSError, sqlite3.Error, diskcache.Timeout)
+    def _open(self, diskcache: Any) -> Any:
         try:
             self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             found = self._directory.stat()
@@ -155,40 +151,20 @@ class DiskTier:
             except (sqlite3.DatabaseError, TypeError, ValueError, KeyError) as error:
                 if isinstance(error, sqlite3.OperationalError):
                     raise  # locked, full or read-only, not damaged
-                self._warn("damaged", f"the cache in {self._directory} is damaged and starts over: {error}")
+                self._guard.warn("damaged", f"is damaged and starts over: {error}")
                 for path in self._directory.glob("cache.db*"):
                     path.unlink(missing_ok=True)
                 return self._connect(diskcache)
         except self._errors as error:
-            self.failures += 1
-            self._warn("off", f"the cache on disk at {self._directory} is off: {error}")
+            self._guard.turn_off(str(error))
             return None
 
     def _connect(self, diskcache: Any) -> Any:
         # Every setting is given: what the database says of itself is not to be believed.
         given = {**diskcache.DEFAULT_SETTINGS, "size_limit": self._max_bytes}
         return diskcache.Cache(
-            str(self._directory), timeout=_BUSY_S, disk=_bytes_only(diskcache, self._warn), **given
+            str(self._directory), timeout=_BUSY_S, disk=_bytes_only(diskcache, self._guard.warn), **given
         )
-
-    def _use(self, now: float, work: Callable[[Any], T], otherwise: T) -> T:
-        """Do ``work`` with the store. If that fails: a warning, the first time, and a pause."""
-        if self._store is None or now < self._paused_until:
-            return otherwise
-        try:
-            return work(self._store)
-        except self._errors as error:
-            self.failures += 1
-            self._paused_until = now + _PAUSE_S
-            self._warn("failed", f"the cache on disk at {self._directory} failed, which is a miss: {error!r}")
-            return otherwise
-
-    def _warn(self, kind: str, message: str) -> None:
-        with self._lock:
-            if kind in self._warned:
-                return
-            self._warned.add(kind)
-        log.warning(message)
 
 
 def _place(key: bytes) -> int:
