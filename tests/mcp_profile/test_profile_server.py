@@ -261,13 +261,10 @@ def test_nothing_a_caller_asks_is_an_error_of_the_server(value: str, http: httpx
     for path in ("/v1/graph", "/v1/paths", "/v1/profile", "/v1/stats", "/metrics"):
         for name in ("session", "limit", "min_support", "max_bytes"):
             assert http.get(path, params={name: value}).status_code in (200, 422)
-    headers = {
-        "If-None-Match": value.encode(),
-        "Accept": value.encode(),
-        "Authorization": b"Bearer " + value.encode(),
-    }
-    safe = {name: text for name, text in headers.items() if b"\x00" not in text and len(text) < 1000}
-    assert http.get("/v1/profile", headers=safe).status_code == 200
+    if value.isprintable() and 0 < len(value) < 1000:  # what HTTP can carry
+        raw = value.encode()
+        headers = {"If-None-Match": raw, "Accept": raw, "Authorization": b"Bearer " + raw}
+        assert http.get("/v1/profile", headers=headers).status_code == 200
 
 
 def test_metrics_are_there_for_prometheus(http: httpx.Client) -> None:
