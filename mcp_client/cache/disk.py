@@ -172,7 +172,7 @@ def _place(key: bytes) -> int:
 
 
 def _bytes_only(diskcache: Any, warn: Callable[[str, str], None]) -> type:
-    """diskcache's hook for what keys and values look like in the database, without any pickle in it."""
+    """diskcache's hook for what keys and values look like in the database: bytes, as they are."""
 
     class BytesOnly(diskcache.Disk):  # type: ignore[misc]
         def put(self, key: bytes) -> tuple[sqlite3.Binary, bool]:
