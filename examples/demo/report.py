@@ -202,7 +202,7 @@ def _hits(run: Run) -> list[tuple[float, float]]:
 def _timeline(outcome: Outcome) -> str:
     marks = {what: at for at, what in outcome.offline.marks}
     bands = [
-        (marks[f"{server} killed"], marks[f"{server} back"], f"{server} is dead")
+        (marks[f"{server} killed"], marks["servers back"], f"{server} is dead")
         for server in ("mcp-server", "mcp-profile")
     ]
     dots = [

@@ -23,8 +23,8 @@ from .servers import inference_server, profile_server
 
 BUDGET_SHARE = 1 / 8  # of what the answers to the whole library take: the cache has to choose
 READERS = 2
-THINK_S = (0.06, 0.14)  # a reader's 12 to 28 s over a page, 200 times as fast
-PACE = 200
+THINK_S = (0.08, 0.20)  # a reader's 12 to 30 s over a page, 150 times as fast
+PACE = 150
 _SEED = 2026
 _TELEMETRY_S = 2.0  # between uploads; 30 s by default, which would be longer than a phase of the demo
 
@@ -45,7 +45,7 @@ class Size:
         return self.training + 3 * self.turns + self.offline
 
 
-FULL = Size(documents=20, pages=16, training=300, turns=400, offline=100)
+FULL = Size(documents=20, pages=16, training=300, turns=360, offline=100)
 QUICK = Size(documents=12, pages=10, training=70, turns=80, offline=40)
 
 
@@ -193,6 +193,7 @@ class Scenario:
             server = stack.enter_context(inference_server(models, self._folder / "mcp-server.log"))
             profile = stack.enter_context(profile_server(database, self._folder / "mcp-profile.log"))
             self._server, self._profile = server, profile
+            self._start_servers()
             self._train(earlier)
             runs = (
                 self._run("none", "no cache", sessions, cache=None),
@@ -223,6 +224,12 @@ class Scenario:
             sample=sample,
             sample_text=tuple(self._desk.texts[page_path(sample.id, 1)]),
         )
+
+    def _start_servers(self) -> None:
+        for server in (self._server, self._profile):
+            server.start()
+        for server in (self._server, self._profile):
+            server.wait()
 
     def _train(self, earlier: Sequence[Reading]) -> None:
         """Other sessions, on another day: their telemetry is all that is kept of them."""
@@ -271,7 +278,7 @@ class Scenario:
     def _lose_the_servers(self, sessions: Sequence[Reading]) -> Offline:
         """The models are synced, then both servers are killed under the readers, and started again while they read on."""
         self._say("servers die, readers go on")
-        step = self._size.offline // 5
+        step = self._size.offline // 4
         marks: list[tuple[float, str]] = []
         client = MCPClient(
             self._server.url,
@@ -286,8 +293,7 @@ class Scenario:
             for what, act in (
                 ("mcp-server killed", self._server.kill),
                 ("mcp-profile killed", self._profile.kill),
-                ("mcp-profile back", self._profile.start),
-                ("mcp-server back", self._server.start),
+                ("servers back", self._start_servers),
             ):
                 play.wait(len(play.answers) + step)
                 act()

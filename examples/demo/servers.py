@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import subprocess
 import sysconfig
@@ -17,7 +16,10 @@ _START_S = 30.0
 
 
 class Server:
-    """A command that serves HTTP on a port of its own; ``kill()`` is SIGKILL, ``start()`` starts it again on the same port."""
+    """A command that serves HTTP on a port of its own; ``kill()`` is SIGKILL, ``start()`` starts it again on the same port.
+
+    Within ``with`` it is killed at the end, whatever its state.
+    """
 
     def __init__(self, command: str, *arguments: str, ready: str, log: Path) -> None:
         self._port = _free_port()
@@ -32,9 +34,13 @@ class Server:
         return f"http://127.0.0.1:{self._port}"
 
     def start(self) -> None:
-        """Returns once it answers that it is ready; ``RuntimeError`` with what it said if it does not come up."""
+        """Start the process; ``wait()`` for it, maybe after starting others."""
         with self._log.open("ab") as log:
-            self._process = subprocess.Popen(self._command, stdout=log, stderr=log, env=dict(os.environ))
+            self._process = subprocess.Popen(self._command, stdout=log, stderr=log)
+
+    def wait(self) -> None:
+        """Until it answers that it is ready; ``RuntimeError`` with what it said if it does not come up."""
+        assert self._process is not None
         give_up = time.monotonic() + _START_S
         while time.monotonic() < give_up and self._process.poll() is None:
             try:
@@ -61,7 +67,6 @@ class Server:
         return json.loads(body) if body else None
 
     def __enter__(self) -> Self:
-        self.start()
         return self
 
     def __exit__(

@@ -42,7 +42,8 @@ def summary(outcome: Outcome) -> RenderableType:
         table.add_row(*row)
     none, full, ledger, offline = outcome.run("none"), outcome.run("full"), outcome.ledger, outcome.offline
     lines = (
-        f"Half of the pages are there within {full.latency_ms(50) / none.latency_ms(50):.2f} × of what it takes without a cache.",
+        f"A page's median wait: {full.latency_ms(50):.3g} ms in place of {none.latency_ms(50):.3g} ms, "
+        f"{full.latency_ms(50) / none.latency_ms(50):.3g} × as long.",
         f"OCR read {outcome.accuracy:.1%} of the characters of {len(outcome.pages)} pages as they are printed.",
         f"Cache: {outcome.budget_bytes / 1e6:.0f} MB, {outcome.budget_bytes / outcome.library_bytes:.1%} of the answers to "
         "the whole library. Profile: learned from other sessions, downloaded before the first page.",

@@ -40,8 +40,7 @@ def outcome() -> Outcome:
     marks = (
         (1.0, "mcp-server killed"),
         (2.0, "mcp-profile killed"),
-        (3.0, "mcp-profile back"),
-        (4.0, "mcp-server back"),
+        (4.0, "servers back"),
     )
     return Outcome(
         size=Size(1, 1, 4, 4, 2),
