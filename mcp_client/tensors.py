@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
@@ -34,12 +33,22 @@ _DTYPES: dict[str, np.dtype[Any]] = {
     "FP16": np.dtype("<f2"),
     "FP32": np.dtype("<f4"),
     "FP64": np.dtype("<f8"),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
     "BYTES": np.dtype(object),
 }
 _DATATYPES: dict[np.dtype[Any], str] = {dtype: name for name, dtype in _DTYPES.items()}
 _FLOATS = frozenset({"FP16", "FP32", "FP64", "BF16"})
-DATATYPES: tuple[str, ...] = tuple(_DTYPES)
+DATATYPES: tuple[str, ...] = (*_DTYPES, "BF16")
+
+
+def _bfloat16() -> np.dtype[Any]:
+    """numpy has no bfloat16; the package that brings it is imported when one turns up (it takes as long as the rest)."""
+    dtype = _DTYPES.get("BF16")
+    if dtype is None:
+        import ml_dtypes
+
+        dtype = _DTYPES["BF16"] = np.dtype(ml_dtypes.bfloat16)
+        _DATATYPES[dtype] = "BF16"
+    return dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +81,10 @@ class ModelMetadata:
 
 def dtype_of(datatype: str) -> np.dtype[Any]:
     """The numpy dtype of an OIP datatype name (BYTES: ``object``, each element ``bytes``)."""
-    try:
-        return _DTYPES[datatype]
-    except KeyError:
-        raise InvalidInputError(
-            f"unknown datatype {datatype!r}; expected one of {', '.join(DATATYPES)}"
-        ) from None
+    dtype = _bfloat16() if datatype == "BF16" else _DTYPES.get(datatype)
+    if dtype is None:
+        raise InvalidInputError(f"unknown datatype {datatype!r}; expected one of {', '.join(DATATYPES)}")
+    return dtype
 
 
 def datatype_of(array: Array) -> str:
@@ -85,8 +92,10 @@ def datatype_of(array: Array) -> str:
     name = _DATATYPES.get(array.dtype)
     if name is not None:
         return name
-    if array.dtype.kind in "SUO" or array.dtype.kind == "T":
+    if array.dtype.kind in "SUOT":
         return "BYTES"
+    if array.dtype.name == "bfloat16" and array.dtype == _bfloat16():
+        return "BF16"
     name = _DATATYPES.get(array.dtype.newbyteorder("<"))
     if name is None:
         raise InvalidInputError(
@@ -366,7 +375,7 @@ def from_raw(buffer: Any, datatype: str, shape: Sequence[int], *, what: str = "t
 
 def wire_dtype(datatype: str, what: str) -> np.dtype[Any]:
     """Like ``dtype_of``, for a datatype that a server named."""
-    dtype = _DTYPES.get(datatype)
+    dtype = _bfloat16() if datatype == "BF16" else _DTYPES.get(datatype)
     if dtype is None:
         raise ProtocolError(f"{what}: unknown datatype {datatype!r}; known are {', '.join(DATATYPES)}")
     return dtype
