@@ -317,7 +317,7 @@ def test_kill_9_in_a_loop_leaves_every_answer_right(tmp_path: Path) -> None:
     tier = DiskTier(folder, max_bytes=1 << 26)
     head = "import sys; from tests.cache.test_disk_tier import *; folder = Path(sys.argv[1])\n"
     seen = 0
-    for round_ in range(4):
+    for round_ in range(3):
         writer = subprocess.Popen(
             [sys.executable, "-c", head + WRITER, str(folder)], stdout=subprocess.PIPE, stderr=subprocess.PIPE
         )

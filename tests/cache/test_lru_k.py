@@ -127,7 +127,7 @@ class AgainstFigureTwo(RuleBasedStateMachine):
             assert all((page in self.policy) == (page in self.figure.buffer) for page in range(10))
 
 
-AgainstFigureTwo.TestCase.settings = settings(max_examples=300, stateful_step_count=60, deadline=None)
+AgainstFigureTwo.TestCase.settings = settings(max_examples=200, stateful_step_count=60, deadline=None)
 TestAgainstFigureTwo = AgainstFigureTwo.TestCase
 
 
