@@ -21,6 +21,7 @@ from .transports.http import AsyncHttpTransport
 if TYPE_CHECKING:
     from ._httpx import httpx
     from .edge.sync import SyncReport
+    from .transports.grpc import AsyncGrpcTransport
 
 
 class AsyncMCPClient(BaseClient):
@@ -38,7 +39,13 @@ class AsyncMCPClient(BaseClient):
         headers: Mapping[str, str],
         max_response_bytes: int,
         http_client: httpx.AsyncClient | None,
-    ) -> AsyncHttpTransport:
+    ) -> AsyncHttpTransport | AsyncGrpcTransport:
+        if url.startswith("grpc"):
+            from .transports.grpc import AsyncGrpcTransport
+
+            return AsyncGrpcTransport(
+                url, headers=headers, max_response_bytes=max_response_bytes, client=http_client
+            )
         return AsyncHttpTransport(
             url, headers=headers, max_response_bytes=max_response_bytes, client=http_client
         )

@@ -18,6 +18,7 @@ from .effects import CacheOption, Call, Endpoint, ProtocolName
 from .errors import ClientClosedError, ConfigurationError, InvalidInputError
 from .flow import Engine, fingerprint_of
 from .prefetch.prefetcher import Job, Prefetcher
+from .protocols import ClientCodec
 from .request import NO_PARAMETERS, Parameter
 from .resilience.retry import RetryPolicy
 from .telemetry.api import ProfileAPI
@@ -66,7 +67,11 @@ class BaseClient(ABC):
         endpoints: list[Endpoint] = []
         if not edge_only:
             transport = self._transport(url, self._headers, max_response_bytes, http_client)
-            endpoints.append(Endpoint(url=transport.url, transport=transport, protocol=protocol))
+            endpoints.append(
+                Endpoint(
+                    url=transport.url, transport=transport, protocol=protocol, codec=_codec(url, protocol)
+                )
+            )
         self._edge = _edge_runtime(edge) if edge is not None else None
         config = Telemetry(telemetry) if isinstance(telemetry, str) else telemetry
         self._telemetry = TelemetryPipe(config) if config is not None else None
@@ -314,10 +319,25 @@ class BaseEdge:
         endpoints = self._client._engine.endpoints
         if not endpoints:
             raise ConfigurationError("this client has no server to sync models from")
+        if not endpoints[0].url.startswith("http"):
+            raise ConfigurationError(
+                f"models are downloaded over HTTP; {endpoints[0].url} can't be synced from"
+            )
         with httpx.Client(headers=self._client._headers, timeout=self._client._timeout) as http:
             return sync(
                 self._runtime.repository, endpoints[0].url, http=http, models=models, progress=progress
             )
+
+
+def _codec(url: str, protocol: ProtocolName) -> ClientCodec | None:
+    """What the URL's scheme says is spoken there; ``None``: to be found out on first use."""
+    if not url.startswith("grpc"):
+        return None
+    if protocol == "mcp":
+        raise ConfigurationError("MCP's own protocol has no gRPC form; leave protocol out, or use http://")
+    from .protocols.oip_grpc import OipGrpcCodec
+
+    return OipGrpcCodec()
 
 
 def _edge_runtime(folder: str | os.PathLike[str]) -> EdgeRuntime:

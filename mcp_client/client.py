@@ -19,12 +19,14 @@ from .transports.http import HttpTransport
 if TYPE_CHECKING:
     from ._httpx import httpx
     from .edge.sync import SyncReport
+    from .transports.grpc import GrpcTransport
 
 
 class MCPClient(BaseClient):
     """A client for applications that use threads. Safe to share between threads; usable in a child after ``fork``.
 
-    ``url``: ``http://host:port``, ``https://host:port``, or ``edge:FOLDER`` to run ONNX models here with no server at all.
+    ``url``: ``http://host:port``, ``https://host:port``, ``grpc://host:port``, ``grpcs://host:port``, or ``edge:FOLDER`` to
+    run ONNX models here with no server at all.
 
     ``protocol``: ``auto`` finds out on first use whether the server speaks MCP's ``/v1/infer`` or the Open Inference
     Protocol. ``model``: the default model. ``timeout``: seconds for a whole call, retries included. ``cache=None`` sends
@@ -35,7 +37,13 @@ class MCPClient(BaseClient):
 
     def _transport(
         self, url: str, headers: Mapping[str, str], max_response_bytes: int, http_client: httpx.Client | None
-    ) -> HttpTransport:
+    ) -> HttpTransport | GrpcTransport:
+        if url.startswith("grpc"):
+            from .transports.grpc import GrpcTransport
+
+            return GrpcTransport(
+                url, headers=headers, max_response_bytes=max_response_bytes, client=http_client
+            )
         return HttpTransport(url, headers=headers, max_response_bytes=max_response_bytes, client=http_client)
 
     def infer(

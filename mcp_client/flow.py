@@ -406,10 +406,10 @@ class Engine:
             try:
                 codec = yield from self._codec(endpoint, call.deadline)
                 response = yield Send(endpoint, codec.ready(), call.deadline)
+                if codec.decode_ready(response):
+                    return True
             except MCPError:
                 continue  # not ready is the answer, whatever the reason
-            if response.status == 200:
-                return True
         return False
 
     def _codec(self, endpoint: Endpoint, deadline: float) -> Flow[ClientCodec]:

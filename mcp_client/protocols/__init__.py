@@ -15,7 +15,10 @@ Buffer = bytes | memoryview
 
 @dataclass(frozen=True, slots=True)
 class WireRequest:
-    """One HTTP exchange to make. ``body`` is sent part by part, so that tensors need no joining."""
+    """One exchange to make. ``body`` is sent part by part, so that tensors need no joining.
+
+    Over gRPC ``path`` is the method's full name, ``headers`` its metadata and ``body`` the message.
+    """
 
     method: str
     path: str
@@ -25,7 +28,7 @@ class WireRequest:
 
 @dataclass(frozen=True, slots=True)
 class WireResponse:
-    """What came back. Header names are lower case."""
+    """What came back. Header names are lower case. gRPC's codes come as the HTTP statuses that mean the same."""
 
     status: int
     headers: Mapping[str, str]
@@ -47,6 +50,7 @@ class ClientCodec(Protocol):
     def models(self) -> WireRequest: ...
     def decode_models(self, response: WireResponse) -> list[str]: ...
     def ready(self) -> WireRequest: ...
+    def decode_ready(self, response: WireResponse) -> bool: ...
 
 
 Json = dict[str, Any]

@@ -120,6 +120,9 @@ class McpV1Codec:
     def ready(self) -> WireRequest:
         return WireRequest("GET", "/v1/health/ready")
 
+    def decode_ready(self, response: WireResponse) -> bool:
+        return response.status == 200
+
 
 def _tensor(tensor: Any, what: str) -> Array:
     if not isinstance(tensor, dict) or "data" not in tensor:

@@ -140,6 +140,9 @@ class OipHttpCodec:
     def ready(self) -> WireRequest:
         return WireRequest("GET", "/v2/health/ready")
 
+    def decode_ready(self, response: WireResponse) -> bool:
+        return response.status == 200
+
     def server_metadata(self) -> WireRequest:
         """Asks what the server is and which extensions it has."""
         return WireRequest("GET", "/v2")

@@ -1,0 +1,499 @@
+"""Open Inference Protocol v2 over gRPC (PROTOCOL.md section 3): the client's codec, and the server's side as functions.
+
+A ``WireRequest``'s path is the method, its body the serialised message. Tensors travel in ``raw_*_contents``, the last field
+of both inference messages: they are put behind the rest as they lie, and read where they lie, so that protobuf never
+copies them. Typed ``contents`` are read too (MLServer and KServe answer with them).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from ..errors import InvalidInputError, MissingExtraError, ProtocolError, ServerError
+from ..request import Parameter, Request
+from ..result import Answer
+from ..tensors import Array, ModelMetadata, TensorSpec, datatype_of, element_count, to_raw, wire_dtype
+from . import Buffer, WireRequest, WireResponse
+from .documents import check_answer, least
+from .http_common import freshness, read_context, request_headers, retry_after
+from .json_tensors import ShapeError, datatype_named, tensor_from_raw
+
+try:
+    from google.protobuf.message import DecodeError, Message
+
+    from . import oip_pb2 as pb
+except ImportError as missing:
+    raise MissingExtraError("grpc", missing.name or "protobuf", "the gRPC protocol") from missing
+
+SERVICE = "inference.GRPCInferenceService"
+# protobuf's own limit for one message.
+MAX_MESSAGE_BYTES = 2**31 - 1
+# gRPC's status codes as the HTTP statuses that errors.py speaks (google/rpc/code.proto lists most of these pairs).
+STATUS_OF: Mapping[str, int] = {
+    "OK": 200,
+    "CANCELLED": 499,
+    "UNKNOWN": 500,
+    "INVALID_ARGUMENT": 400,
+    "DEADLINE_EXCEEDED": 504,
+    "NOT_FOUND": 404,
+    "ALREADY_EXISTS": 409,
+    "PERMISSION_DENIED": 403,
+    "RESOURCE_EXHAUSTED": 429,
+    "FAILED_PRECONDITION": 400,
+    "ABORTED": 409,
+    "OUT_OF_RANGE": 400,
+    "UNIMPLEMENTED": 501,
+    "INTERNAL": 500,
+    "UNAVAILABLE": 503,
+    "DATA_LOSS": 500,
+    "UNAUTHENTICATED": 401,
+}
+# Where a server puts its own word for an error, and where the transport puts gRPC's.
+ERROR_CODE = "x-mcp-error-code"
+GRPC_STATUS = "grpc-status"
+
+_RAW_INPUTS, _RAW_OUTPUTS = 7, 6  # field numbers of raw_input_contents and raw_output_contents
+# Which field of InferTensorContents holds a datatype. FP16 and BF16 have none.
+_CONTENTS: Mapping[str, str] = {
+    "BOOL": "bool_contents",
+    "INT8": "int_contents",
+    "INT16": "int_contents",
+    "INT32": "int_contents",
+    "INT64": "int64_contents",
+    "UINT8": "uint_contents",
+    "UINT16": "uint_contents",
+    "UINT32": "uint_contents",
+    "UINT64": "uint64_contents",
+    "FP32": "fp32_contents",
+    "FP64": "fp64_contents",
+    "BYTES": "bytes_contents",
+}
+_M = TypeVar("_M", bound="Message")
+
+
+def method(name: str) -> str:
+    """The full name of a method of the service, as gRPC's channel takes it."""
+    return f"/{SERVICE}/{name}"
+
+
+class OipGrpcCodec:
+    """The client's side."""
+
+    name = "oip-grpc"
+
+    def infer(self, request: Request, metadata: ModelMetadata | None) -> WireRequest:
+        return WireRequest("POST", _INFER, _lower(request_headers(request)), _write_request(request))
+
+    def stream(self, request: Request) -> WireRequest:
+        """As ``infer``, for a model that may answer with any number of responses."""
+        return WireRequest("POST", _STREAM, _lower(request_headers(request)), _write_request(request))
+
+    def decode_infer(self, response: WireResponse, request: Request) -> Answer:
+        require_success(response)
+        return _read_answer(response.body, response.headers, request)
+
+    def decode_stream(self, response: WireResponse, request: Request) -> Answer | None:
+        """One message of a stream. ``None`` for one that only says that there will be no more."""
+        require_success(response)
+        # Field by field, as protobuf would copy the tensors: error_message = 1, infer_response = 2.
+        rest, inner = _split(response.body, 2, "the stream's message")
+        error = _parse(pb.ModelStreamInferResponse, rest, "the stream's message").error_message
+        if error:
+            raise ServerError.of(_status_told(error), error, code="stream_error")
+        body = b"".join(inner)  # one, unless a sender split it, which means to merge them
+        answer = _read_answer(body, response.headers, request)
+        return answer if answer.outputs or not _is_final(body) else None
+
+    def metadata(self, model: str, version: str) -> WireRequest:
+        return _ask("ModelMetadata", pb.ModelMetadataRequest(name=_named(model), version=version))
+
+    def decode_metadata(self, response: WireResponse) -> ModelMetadata:
+        """The protocol can't say that an input is optional, nor that a rank is free."""
+        require_success(response)
+        told = _parse(pb.ModelMetadataResponse, response.body, "the model's metadata")
+        if not told.name:
+            raise ProtocolError("the model's metadata has no name")
+        versions = tuple(told.versions)
+        return ModelMetadata(
+            name=told.name,
+            inputs=_read_specs(told.inputs, "input"),
+            outputs=_read_specs(told.outputs, "output"),
+            version=versions[-1] if len(versions) == 1 else "",
+            versions=versions,
+            platform=told.platform,
+            digest=response.headers.get("x-model-digest", ""),
+        )
+
+    def models(self) -> WireRequest:
+        return _ask("RepositoryIndex", pb.RepositoryIndexRequest(ready=True))
+
+    def decode_models(self, response: WireResponse) -> list[str]:
+        if response.status == STATUS_OF["UNIMPLEMENTED"]:
+            raise ServerError.of(
+                response.status,
+                "the server has no repository index (RepositoryIndex is Triton's extension), so its models can't be "
+                "listed; name the one you want with model=…",
+                code="UNIMPLEMENTED",
+            )
+        require_success(response)
+        index = _parse(pb.RepositoryIndexResponse, response.body, "the repository index")
+        return list(dict.fromkeys(model.name for model in index.models if model.state in ("READY", "")))
+
+    def ready(self) -> WireRequest:
+        return _ask("ServerReady", pb.ServerReadyRequest())
+
+    def decode_ready(self, response: WireResponse) -> bool:
+        return (
+            response.status == 200
+            and _parse(pb.ServerReadyResponse, response.body, "the readiness answer").ready
+        )
+
+
+_INFER, _STREAM = method("ModelInfer"), method("ModelStreamInfer")
+
+
+def _ask(name: str, message: Message) -> WireRequest:
+    return WireRequest("POST", method(name), body=(message.SerializeToString(),))
+
+
+def _named(model: str) -> str:
+    if not model:
+        raise InvalidInputError("the Open Inference Protocol needs the model's name; pass model=…")
+    return model
+
+
+def _lower(headers: Mapping[str, str]) -> dict[str, str]:
+    return {name.lower(): value for name, value in headers.items()}
+
+
+def require_success(response: WireResponse) -> None:
+    """Raise the error that a status other than OK means; its text is the body."""
+    if response.status == 200:
+        return
+    headers = response.headers
+    code = headers.get(ERROR_CODE, "") or headers.get(GRPC_STATUS, "")
+    message = response.body.decode("utf-8", "replace").strip()
+    pushback = headers.get("grpc-retry-pushback-ms", "")  # gRFC A6
+    wait = float(pushback) / 1e3 if pushback.isascii() and pushback.isdigit() and len(pushback) < 10 else None
+    raise ServerError.of(
+        response.status,
+        message[:1000] or f"the server answered {code or response.status} and said nothing more",
+        code=code,
+        retry_after_s=wait if wait is not None else retry_after(headers, now=0.0),
+    )
+
+
+def _status_told(error: str) -> int:
+    """A stream's error is text alone; Triton begins it with the code: ``[StatusCode.INVALID_ARGUMENT] …``."""
+    code = error.partition("]")[0].removeprefix("[").removeprefix("StatusCode.").strip()
+    return STATUS_OF.get(code, 500)
+
+
+# --- both sides: messages and tensors -----------------------------------------------------------------------
+
+
+def _parse(kind: type[_M], body: bytes, what: str) -> _M:
+    try:
+        message: _M = kind.FromString(body)
+    except (
+        DecodeError,
+        ValueError,
+    ) as error:  # ValueError: text that is not UTF-8, in the pure-Python protobuf
+        raise ProtocolError(f"{what} is not a {kind.__name__}, or is damaged ({len(body)} bytes)") from error
+    return message
+
+
+def _varint(body: bytes | memoryview, at: int) -> tuple[int, int]:
+    """The number at ``at`` and where it ends. ``IndexError`` if the bytes end first."""
+    byte = body[at]
+    if byte < 0x80:  # quick for the commonest case
+        return byte, at + 1
+    value, shift = byte & 0x7F, 7
+    while True:
+        at += 1
+        byte = body[at]
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, at + 1
+        shift += 7
+        if shift > 63:
+            raise IndexError
+
+
+def _to_varint(value: int) -> bytes:
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+def _split(body: bytes | memoryview, field: int, what: str) -> tuple[bytes, list[memoryview]]:
+    """A message without one of its ``bytes`` fields, and that field's values, as views: nothing large is copied."""
+    tag = field << 3 | 2
+    view = memoryview(body)
+    rest: list[memoryview] = []
+    values: list[memoryview] = []
+    at = kept = 0
+    end = len(body)
+    try:
+        while at < end:
+            start = at
+            key, at = _varint(body, at)
+            kind = key & 7
+            if kind == 2:
+                length, at = _varint(body, at)
+                if key == tag:
+                    if kept < start:
+                        rest.append(view[kept:start])
+                    values.append(view[at : at + length])
+                    kept = at + length
+                at += length
+            elif kind == 0:
+                _, at = _varint(body, at)
+            elif kind in (1, 5):
+                at += 8 if kind == 1 else 4
+            else:
+                raise ProtocolError(f"{what} is damaged: wire type {kind} at byte {start}")
+    except IndexError:
+        at = end + 1
+    if at != end:
+        raise ProtocolError(f"{what} is truncated: {end} bytes, and its last field goes on")
+    if not values:
+        return bytes(body), values
+    if kept < end:
+        rest.append(view[kept:])
+    return b"".join(rest), values
+
+
+def _write_raw(field: int, arrays: Iterable[Array]) -> list[Buffer]:
+    tag = bytes((field << 3 | 2,))
+    parts: list[Buffer] = []
+    for array in arrays:
+        raw = to_raw(array)
+        parts += (tag + _to_varint(len(raw)), raw)
+    return parts
+
+
+def _write_request(request: Request) -> tuple[Buffer, ...]:
+    message = pb.ModelInferRequest(
+        model_name=_named(request.model), model_version=request.version, id=request.id
+    )
+    if request.parameters:
+        write_parameters(message.parameters, request.parameters)
+    if request.priority is not None:
+        write_parameters(message.parameters, {"priority": request.priority})
+    if request.timeout_ms is not None:
+        # Triton reads it as microseconds
+        message.parameters["timeout"].int64_param = max(1, int(request.timeout_ms * 1000))
+    for name, array in request.inputs.items():
+        message.inputs.add(name=name, datatype=datatype_of(array), shape=array.shape)
+    for name in request.outputs:
+        message.outputs.add(name=name)
+    return (message.SerializeToString(), *_write_raw(_RAW_INPUTS, request.inputs.values()))
+
+
+def write_parameters(target: Any, parameters: Mapping[str, Parameter]) -> None:
+    """Into a ``map<string, InferParameter>``."""
+    for name, value in parameters.items():
+        if isinstance(value, bool):
+            target[name].bool_param = value
+        elif isinstance(value, str):
+            target[name].string_param = value
+        elif isinstance(value, float):
+            target[name].double_param = value
+        elif -(2**63) <= value < 2**63:
+            target[name].int64_param = value
+        elif 0 <= value < 2**64:
+            target[name].uint64_param = value
+        else:
+            raise InvalidInputError(
+                f"parameter {name!r} is {value}, which does not fit in 64 bits; pass it as a string"
+            )
+
+
+def _read_parameters(source: Any, what: str) -> dict[str, Parameter]:
+    parameters: dict[str, Parameter] = {}
+    for name, value in source.items():
+        choice = value.WhichOneof("parameter_choice")
+        if choice is None:
+            raise ProtocolError(f"{what}: parameter {name!r} has no value of a known kind")
+        parameters[name] = getattr(value, choice)
+    return parameters
+
+
+def _read_tensors(tensors: Sequence[Any], raw: list[memoryview], kind: str) -> dict[str, Array]:
+    if raw and len(raw) != len(tensors):
+        raise ProtocolError(f"{len(tensors)} {kind}s, but raw contents of {len(raw)}")
+    arrays: dict[str, Array] = {}
+    for index, tensor in enumerate(tensors):
+        name = tensor.name
+        what = f"{kind} {name!r}"
+        if name in arrays:
+            raise ProtocolError(f"{what} comes twice")
+        datatype = datatype_named(tensor.datatype, what)
+        shape = tuple(tensor.shape)
+        if raw:
+            if tensor.HasField("contents"):
+                raise ProtocolError(f"{what} has both raw and typed contents")
+            arrays[name] = tensor_from_raw(raw[index], datatype, shape, what=what)
+        else:
+            arrays[name] = _from_contents(tensor.contents, datatype, shape, what)
+    return arrays
+
+
+def _from_contents(contents: Any, datatype: str, shape: tuple[int, ...], what: str) -> Array:
+    expected = element_count(shape, what)
+    field = _CONTENTS.get(datatype)
+    if field is None:
+        if expected == 0:
+            return tensor_from_raw(b"", datatype, shape, what=what)
+        raise ProtocolError(f"{what}: {datatype} travels only in raw contents, and there are none")
+    values = getattr(contents, field)
+    if len(values) != expected:
+        raise ShapeError(
+            f"{what}: {datatype} {list(shape)} has {expected} elements; got {len(values)} in {field}"
+        )
+    if datatype == "BYTES":
+        array = np.empty(expected, dtype=object)
+        array[:] = list(values)
+    else:
+        try:
+            array = np.array(values, dtype=wire_dtype(datatype, what))
+        except OverflowError:
+            raise ProtocolError(f"{what}: a value in {field} is beyond the range of {datatype}") from None
+    array = array.reshape(shape)
+    array.flags.writeable = False
+    return array
+
+
+def _read_answer(body: bytes, headers: Mapping[str, str], request: Request) -> Answer:
+    head, raw = _split(body, _RAW_OUTPUTS, "the response")
+    told = _parse(pb.ModelInferResponse, head, "the response")
+    outputs = _read_tensors(told.outputs, raw, "output")
+    check_answer(outputs, request, came_id=told.id)
+    max_age_s, no_store = freshness(headers)
+    return Answer.of(
+        outputs,
+        model=told.model_name or request.model,
+        version=told.model_version,
+        id=request.id,
+        digest=headers.get("x-model-digest", ""),
+        max_age_s=max_age_s,
+        no_store=no_store,
+    )
+
+
+def _is_final(body: bytes) -> bool:
+    parameters = _parse(pb.ModelInferResponse, body, "the response").parameters
+    return "triton_final_response" in parameters and parameters["triton_final_response"].bool_param
+
+
+def _read_specs(specs: Iterable[Any], what: str) -> tuple[TensorSpec, ...]:
+    found = []
+    for spec in specs:
+        if not spec.name or not spec.datatype:
+            raise ProtocolError(f"an {what} of the model lacks its name or datatype")
+        found.append(TensorSpec(spec.name, spec.datatype, tuple(max(size, -1) for size in spec.shape)))
+    return tuple(found)
+
+
+# --- the server's side --------------------------------------------------------------------------------------
+
+
+def parse_infer(body: bytes, headers: Mapping[str, str]) -> Request:
+    """The request that a message and its metadata (lower case) make; ``ServerError`` 400 if they make none."""
+    context = read_context(headers)
+    try:
+        head, raw = _split(body, _RAW_INPUTS, "the request")
+        told = _parse(pb.ModelInferRequest, head, "the request")
+        if not told.inputs:
+            raise ProtocolError("a request must have at least one input")
+        inputs = _read_tensors(told.inputs, raw, "input")
+        parameters = _read_parameters(told.parameters, "the request")
+        priority, timeout = _whole(parameters, "priority"), _whole(parameters, "timeout")
+        for output in told.outputs:
+            if "classification" in output.parameters:
+                raise ProtocolError("classification outputs are not offered; ask for the tensor itself")
+    except ProtocolError as error:
+        code = "shape_mismatch" if isinstance(error, ShapeError) else "malformed_request"
+        raise ServerError.of(400, error.message, code=code) from error
+    return Request(
+        model=told.model_name,
+        version=told.model_version,
+        inputs=inputs,
+        outputs=tuple(output.name for output in told.outputs),
+        parameters=parameters,
+        id=told.id or context.request_id,
+        session=context.session,
+        path=context.path,
+        priority=priority,
+        timeout_ms=least(
+            timeout / 1000 if timeout else None, context.deadline_ms
+        ),  # 0: no timeout, as in Triton
+        purpose=context.purpose,
+    )
+
+
+def _whole(parameters: dict[str, Parameter], name: str) -> int | None:
+    value = parameters.pop(name, None)
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+        raise ProtocolError(f"parameter {name!r} must be a whole number ≥ 0; got {value!r}")
+    return value
+
+
+def format_infer(answer: Answer) -> tuple[Buffer, ...]:
+    """The parts of the ``ModelInferResponse`` of an answer."""
+    message = pb.ModelInferResponse(model_name=answer.model, model_version=answer.version, id=answer.id)
+    for name, array in answer.outputs.items():
+        message.outputs.add(name=name, datatype=datatype_of(array), shape=array.shape)
+    return (message.SerializeToString(), *_write_raw(_RAW_OUTPUTS, answer.outputs.values()))
+
+
+def in_stream(response: bytes) -> bytes:
+    """A ``ModelInferResponse`` as one message of a stream."""
+    return b"".join((bytes((2 << 3 | 2,)), _to_varint(len(response)), response))
+
+
+def format_metadata(metadata: ModelMetadata) -> bytes:
+    """The ``ModelMetadataResponse``. A free rank can't be said; it is written as one free axis."""
+
+    def specs(source: Iterable[TensorSpec]) -> list[Any]:
+        return [
+            pb.ModelMetadataResponse.TensorMetadata(
+                name=spec.name, datatype=spec.datatype, shape=spec.shape if spec.shape is not None else (-1,)
+            )
+            for spec in source
+        ]
+
+    message = pb.ModelMetadataResponse(
+        name=metadata.name,
+        versions=metadata.versions,
+        platform=metadata.platform,
+        inputs=specs(metadata.inputs),
+        outputs=specs(metadata.outputs),
+    )
+    return bytes(message.SerializeToString())
+
+
+def status_code(status: int) -> str:
+    """The name of the gRPC code for an HTTP status of errors.py."""
+    return _CODE_OF.get(status, "INVALID_ARGUMENT" if 400 <= status < 500 else "INTERNAL")
+
+
+_CODE_OF: Mapping[int, str] = {
+    401: "UNAUTHENTICATED",
+    403: "PERMISSION_DENIED",
+    404: "NOT_FOUND",
+    408: "DEADLINE_EXCEEDED",
+    409: "ABORTED",
+    429: "RESOURCE_EXHAUSTED",
+    499: "CANCELLED",
+    501: "UNIMPLEMENTED",
+    503: "UNAVAILABLE",
+    504: "DEADLINE_EXCEEDED",
+}

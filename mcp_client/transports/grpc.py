@@ -1,0 +1,276 @@
+"""gRPC exchanges with one server: a channel for threads, and one per event loop for asyncio.
+
+Messages go in and come out as bytes (``protocols/oip_grpc.py`` makes them), so gRPC's own stubs are not needed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+from ..errors import (
+    ConfigurationError,
+    ConnectionFailedError,
+    DeadlineExceededError,
+    InvalidInputError,
+    MCPError,
+    MissingExtraError,
+    ProtocolError,
+)
+from ..protocols import WireRequest, WireResponse
+from ..protocols.oip_grpc import GRPC_STATUS, MAX_MESSAGE_BYTES, STATUS_OF
+
+# gRPC reads this once, at import. Without it a channel that was used before a fork leaves locks and poller threads behind
+# that make gRPC hang in the child; with it gRPC stops its threads before a fork and starts afresh after it.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "1")
+try:
+    import grpc
+    import grpc.aio
+except ImportError as missing:
+    raise MissingExtraError("grpc", "grpcio", "grpc://") from missing
+
+SCHEMES = ("grpc", "grpcs", "grpc+unix")
+# As over HTTP: what was unused for this long is closed rather than trusted.
+_IDLE_MS = 55_000
+# gRPC waits up to two minutes before it connects again, and fails every call meanwhile. How long a server is left alone is the
+# circuit breaker's business.
+_RECONNECT_MS = (50, 500)
+
+
+class _Target:
+    """What both transports share: the address, the channel's options, the metadata of every call."""
+
+    def __init__(self, url: str, headers: Mapping[str, str], max_response_bytes: int) -> None:
+        self.url, self.address, self.secure = _parse(url)
+        self.metadata = tuple(_pair(name, value) for name, value in headers.items())
+        self.options = [
+            ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+            ("grpc.max_receive_message_length", min(max_response_bytes, MAX_MESSAGE_BYTES)),
+            ("grpc.client_idle_timeout_ms", _IDLE_MS),
+            ("grpc.initial_reconnect_backoff_ms", _RECONNECT_MS[0]),
+            ("grpc.min_reconnect_backoff_ms", _RECONNECT_MS[0]),
+            ("grpc.max_reconnect_backoff_ms", _RECONNECT_MS[1]),
+            ("grpc.enable_retries", 0),  # there is one retry loop, in flow.py
+            (
+                "grpc.enable_http_proxy",
+                0,
+            ),  # between an inference client and its server there is none, as over HTTP
+            ("grpc.use_local_subchannel_pool", 1),  # a connection belongs to one client: close() closes it
+        ]
+
+    def call(self, wire: WireRequest, deadline: float) -> tuple[bytes, float, tuple[tuple[str, str], ...]]:
+        """Message, timeout in seconds and metadata of a call."""
+        size = sum(map(len, wire.body))
+        if size > MAX_MESSAGE_BYTES:
+            raise InvalidInputError(
+                f"the request has {size} bytes; a gRPC message holds at most {MAX_MESSAGE_BYTES} (2 GiB - 1): "
+                "send less at once, or use http://"
+            )
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise DeadlineExceededError(f"the deadline passed before the request was sent to {self.url}")
+        metadata = self.metadata + tuple(wire.headers.items()) if wire.headers else self.metadata
+        return b"".join(wire.body), left, metadata
+
+    def failure(self, error: Any, deadline: float) -> WireResponse:
+        """A server's error as a response for the codec; anything else raises what it means."""
+        code: str = error.code().name
+        details: str = error.details() or ""
+        headers = _headers(error.initial_metadata()) | _headers(error.trailing_metadata())
+        # gRPC makes up a status where no server answered; it says so only here.
+        told_by_server = bool(headers) or "from peer" in (error.debug_error_string() or "")
+        if code == "DEADLINE_EXCEEDED" and not (told_by_server and time.monotonic() < deadline):
+            raise DeadlineExceededError(f"{self.url} did not answer before the deadline") from error
+        if not told_by_server:
+            if code == "RESOURCE_EXHAUSTED":
+                raise ProtocolError(
+                    f"the answer of {self.url} is over the limit: {details}; raise max_response_bytes if that is meant"
+                ) from error
+            if code in ("UNAVAILABLE", "CANCELLED", "UNKNOWN", "INTERNAL"):
+                raise ConnectionFailedError(
+                    f"no answer from {self.url}: {details}; does a gRPC server run there?"
+                ) from error
+        return WireResponse(STATUS_OF.get(code, 500), {**headers, GRPC_STATUS: code}, details.encode())
+
+
+def _parse(url: str) -> tuple[str, str, bool]:
+    """The URL to show, the address for gRPC, and whether TLS is meant."""
+    expected = "expected grpc://host:port, grpcs://host:port or grpc+unix:///path"
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
+    except ValueError as error:
+        raise ConfigurationError(f"{url!r} is not a URL: {error}; {expected}") from None
+    if parts.username is not None or parts.password is not None:
+        raise ConfigurationError(
+            "credentials do not belong in the URL (they end up in logs); pass api_key=… or headers=…"
+        )
+    if parts.scheme == "grpc+unix" and not parts.netloc and len(parts.path) > 1:
+        return url, f"unix:{parts.path}", False
+    if parts.scheme not in ("grpc", "grpcs") or not host or port is None or parts.path.strip("/"):
+        raise ConfigurationError(f"{url!r} can't be used; {expected}")
+    shown = f"[{host}]" if ":" in host else host
+    return f"{parts.scheme}://{shown}:{port}", f"{shown}:{port}", parts.scheme == "grpcs"
+
+
+def _pair(name: str, value: str) -> tuple[str, str]:
+    if not (value.isascii() and value.isprintable()):
+        raise ConfigurationError(
+            f"header {name!r} must be printable ASCII: gRPC metadata carries nothing else"
+        )
+    return name.lower(), value
+
+
+def _headers(metadata: Any) -> dict[str, str]:
+    return {name: value for name, value in metadata or () if isinstance(value, str)}
+
+
+def _no_http_client(client: Any) -> None:
+    if client is not None:
+        raise ConfigurationError("http_client is for http:// and https:// only")
+
+
+class GrpcTransport:
+    """Blocking exchanges with one server. Safe to share between threads; ``reset`` is for the child after a fork."""
+
+    def __init__(
+        self, url: str, *, headers: Mapping[str, str], max_response_bytes: int, client: Any = None
+    ) -> None:
+        _no_http_client(client)
+        self._target = _Target(url, headers, max_response_bytes)
+        self.url = self._target.url
+        self.reset()
+
+    def reset(self) -> None:
+        """Start with no channel; the old one is left alone (after a fork gRPC has closed the child's copy itself)."""
+        self._lock = threading.Lock()
+        self._channel: Any = None
+        self._methods: dict[str, Any] = {}
+
+    def _connect(self) -> Any:
+        """The channel, opened at the first call: before that a process may fork without a thought."""
+        with self._lock:
+            if self._channel is None:
+                target = self._target
+                self._channel = (
+                    grpc.secure_channel(target.address, grpc.ssl_channel_credentials(), target.options)
+                    if target.secure
+                    else grpc.insecure_channel(target.address, target.options)
+                )
+            return self._channel
+
+    def send(self, wire: WireRequest, deadline: float) -> WireResponse:
+        """One exchange, over by ``deadline`` (``time.monotonic()`` seconds)."""
+        message, left, metadata = self._target.call(wire, deadline)
+        method = self._methods.get(wire.path)
+        if method is None:
+            method = self._methods[wire.path] = self._connect().unary_unary(wire.path)
+        try:
+            body, call = method.with_call(message, timeout=left, metadata=metadata)
+            return WireResponse(200, _headers(call.initial_metadata()), body)
+        except grpc.RpcError as error:
+            return self._target.failure(error, deadline)
+        except ValueError as error:  # what gRPC raises on a closed channel
+            raise _closed(self.url, error) from error
+
+    def stream(self, wire: WireRequest, deadline: float) -> Iterator[WireResponse]:
+        """Send one message on a stream and hand out the answers as they come; closing the iterator cancels the call."""
+        message, left, metadata = self._target.call(wire, deadline)
+        try:
+            call = self._connect().stream_stream(wire.path)(iter((message,)), timeout=left, metadata=metadata)
+        except ValueError as error:
+            raise _closed(self.url, error) from error
+        try:
+            for body in call:
+                yield WireResponse(200, _headers(call.initial_metadata()), body)
+        except grpc.RpcError as error:
+            yield self._target.failure(error, deadline)
+        finally:
+            call.cancel()
+
+    def close(self) -> None:
+        with self._lock:
+            if self._channel is not None:
+                self._channel.close()
+
+
+class AsyncGrpcTransport:
+    """The same for asyncio, from any number of event loops: a channel belongs to the loop that opened it."""
+
+    def __init__(
+        self, url: str, *, headers: Mapping[str, str], max_response_bytes: int, client: Any = None
+    ) -> None:
+        _no_http_client(client)
+        self._target = _Target(url, headers, max_response_bytes)
+        self.url = self._target.url
+        self.reset()
+
+    def reset(self) -> None:
+        self._channels: dict[asyncio.AbstractEventLoop, tuple[Any, AsyncGenerator[None, None]]] = {}
+
+    async def _channel(self) -> Any:
+        loop = asyncio.get_running_loop()
+        known = self._channels.get(loop)
+        if known is None:
+            target = self._target
+            channel = (
+                grpc.aio.secure_channel(target.address, grpc.ssl_channel_credentials(), target.options)
+                if target.secure
+                else grpc.aio.insecure_channel(target.address, target.options)
+            )
+            keeper = self._closing(loop, channel)
+            known = self._channels[loop] = channel, keeper
+            await anext(keeper)
+        return known[0]
+
+    async def _closing(self, loop: asyncio.AbstractEventLoop, channel: Any) -> AsyncGenerator[None, None]:
+        """Closes the channel when its loop ends: a loop closes the async generators that are still open in it."""
+        try:
+            yield
+        finally:
+            self._channels.pop(loop, None)
+            await channel.close()
+
+    async def send(self, wire: WireRequest, deadline: float) -> WireResponse:
+        """As ``GrpcTransport.send``. Cancelling the task cancels the call."""
+        message, left, metadata = self._target.call(wire, deadline)
+        channel = await self._channel()
+        try:
+            call = channel.unary_unary(wire.path)(message, timeout=left, metadata=metadata)
+            body = await call
+            return WireResponse(200, _headers(await call.initial_metadata()), body)
+        except grpc.aio.AioRpcError as error:
+            return self._target.failure(error, deadline)
+        except grpc.aio.UsageError as error:
+            raise _closed(self.url, error) from error
+
+    async def stream(self, wire: WireRequest, deadline: float) -> AsyncIterator[WireResponse]:
+        """As ``GrpcTransport.stream``."""
+        message, left, metadata = self._target.call(wire, deadline)
+        channel = await self._channel()
+        try:
+            call = channel.stream_stream(wire.path)(iter((message,)), timeout=left, metadata=metadata)
+        except grpc.aio.UsageError as error:
+            raise _closed(self.url, error) from error
+        try:
+            async for body in call:
+                yield WireResponse(200, _headers(await call.initial_metadata()), body)
+        except grpc.aio.AioRpcError as error:
+            yield self._target.failure(error, deadline)
+        finally:
+            call.cancel()
+
+    async def close(self) -> None:
+        """Close this loop's channel; those of other loops go with their loops."""
+        known = self._channels.get(asyncio.get_running_loop())
+        if known is not None:
+            await known[1].aclose()
+
+
+def _closed(url: str, error: Exception) -> MCPError:
+    return ConnectionFailedError(f"the channel to {url} was closed while it was used: {error}")
