@@ -24,6 +24,11 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="TCP port; 0 takes a free one.", min=0, max=65535)] = 8080,
     uds: Annotated[Path | None, typer.Option(help="Listen on this Unix socket as well.")] = None,
+    grpc_port: Annotated[
+        int | None,
+        typer.Option(help="Speak gRPC too, on this TCP port; 0 takes a free one.", min=0, max=65535),
+    ] = None,
+    grpc_uds: Annotated[Path | None, typer.Option(help="Speak gRPC on this Unix socket.")] = None,
     device: Annotated[str, typer.Option(help="cpu, or cuda:N.")] = "cpu",
     latency_ms: Annotated[
         float, typer.Option(help="Fault: milliseconds added to each inference.", min=0)
@@ -51,6 +56,9 @@ def serve(
             host=host,
             port=port,
             uds=uds,
+            grpc=grpc_port is not None,
+            grpc_port=grpc_port or 0,
+            grpc_uds=grpc_uds,
             device=device,
             latency_ms=latency_ms,
             error_rate=error_rate,
@@ -61,7 +69,11 @@ def serve(
             for entry in server.models.index():
                 state = "" if entry.state == "READY" else f" [red]{entry.state}: {entry.reason}[/]"
                 console.print(f"  {entry.name} version {entry.version}{state}")
-            console.print(f"mcp-server listens on [bold]{server.url}[/]{f' and {uds}' if uds else ''}")
+            also = [server.grpc_url] if grpc_port is not None else []
+            also += [str(path) for path in (uds, grpc_uds) if path is not None]
+            console.print(
+                f"mcp-server listens on [bold]{server.url}[/]{''.join(f' and {it}' for it in also)}"
+            )
             stopped.wait()
     except MCPError as error:
         console.print(f"[bold red]mcp-server:[/] {error}")

@@ -7,6 +7,7 @@ import os
 import socket
 import threading
 import time
+from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Self
 
@@ -30,12 +31,15 @@ def default_threads() -> int:
     return (os.cpu_count() or 1) + 2
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A TCP socket on an address, not yet listening; ``port`` 0 takes a free one."""
+def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
+    """A TCP socket on an address, not yet listening; ``port`` 0 takes a free one.
+
+    ``shared``: another socket of this user may be bound there too (gRPC makes its own).
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT if shared else socket.SO_REUSEADDR, 1)
         sock.bind((host, port))
     except OSError as error:
         sock.close()
@@ -71,6 +75,7 @@ class StubServer:
     """A running server within ``with``; or call ``start()`` and ``stop()``.
 
     ``model_path``: a ``.onnx`` file, a folder of them, or ``{id}/{version}/model.onnx`` in it.
+    ``grpc=True`` speaks gRPC too, on a free port or ``grpc_port``; ``grpc_uds`` is a Unix socket for it.
     ``latency_ms``, ``error_rate`` and ``seed`` inject faults; the first two may be set while it runs.
     ``stop()`` then ``start()`` is a restart on the same port with the same models; ``kill()`` drops every
     connection at once, as a crash would.
@@ -83,6 +88,9 @@ class StubServer:
         host: str = "127.0.0.1",
         port: int = 0,
         uds: str | os.PathLike[str] | None = None,
+        grpc: bool = False,
+        grpc_port: int = 0,
+        grpc_uds: str | os.PathLike[str] | None = None,
         device: str = "cpu",
         latency_ms: float = 0.0,
         error_rate: float = 0.0,
@@ -103,13 +111,26 @@ class StubServer:
         # next start() and refuses connections meanwhile.
         self._socket = bind(host, port)
         self._port: int = self._socket.getsockname()[1]
+        self._grpc_uds = grpc_uds
+        self._grpc_socket = bind(host, grpc_port, shared=True) if grpc or grpc_port else None
+        self._grpc_port: int = self._grpc_socket.getsockname()[1] if self._grpc_socket is not None else 0
         self._running: _Running | None = None
 
     @property
     def url(self) -> str:
         """``http://host:port``; stays the same over restarts."""
-        host = f"[{self._host}]" if ":" in self._host else self._host
-        return f"http://{host}:{self._port}"
+        return f"http://{self._shown_host}:{self._port}"
+
+    @property
+    def grpc_url(self) -> str:
+        """``grpc://host:port``; stays the same over restarts."""
+        if self._grpc_socket is None:
+            raise ConfigurationError("this server speaks no gRPC; make it with grpc=True")
+        return f"grpc://{self._shown_host}:{self._grpc_port}"
+
+    @property
+    def _shown_host(self) -> str:
+        return f"[{self._host}]" if ":" in self._host else self._host
 
     @property
     def latency_ms(self) -> float:
@@ -147,7 +168,10 @@ class StubServer:
         service = Service(
             self.models, self.faults, self.metrics, threads=self._threads, cache_control=self._cache_control
         )
-        self._running = _Running(service, sockets, self._max_body_bytes)
+        grpc_at = [f"{self._shown_host}:{self._grpc_port}"] if self._grpc_socket is not None else []
+        if self._grpc_uds is not None:
+            grpc_at.append(f"unix:{os.fspath(self._grpc_uds)}")
+        self._running = _Running(service, sockets, grpc_at, self._max_body_bytes)
         return self
 
     def stop(self) -> None:
@@ -170,6 +194,8 @@ class StubServer:
         """Stop, and give the port back."""
         self.stop()
         self._socket.close()
+        if self._grpc_socket is not None:
+            self._grpc_socket.close()
 
     def __enter__(self) -> Self:
         try:
@@ -187,9 +213,15 @@ class StubServer:
 class _Running:
     """One run of the server, from start to end, in a thread with its own event loop."""
 
-    def __init__(self, service: Service, sockets: list[socket.socket], max_body_bytes: int) -> None:
+    def __init__(
+        self, service: Service, sockets: list[socket.socket], grpc_at: list[str], max_body_bytes: int
+    ) -> None:
         self._service = service
         self._sockets = sockets
+        self._grpc_at = grpc_at
+        self._max_body_bytes = max_body_bytes
+        self._drain_s: float = _DRAIN_S
+        self._failure: ConfigurationError | None = None
         config = uvicorn.Config(
             make_app(service, max_body_bytes=max_body_bytes),
             log_config=None,
@@ -206,15 +238,36 @@ class _Running:
         while not self._server.started:
             if not self._thread.is_alive() or time.monotonic() > give_up:
                 self.end(abruptly=True)
-                raise ConfigurationError(f"the stub server did not start within {_START_TIMEOUT_S:.0f} s")
+                raise self._failure or ConfigurationError(
+                    f"the stub server did not start within {_START_TIMEOUT_S:.0f} s"
+                )
             time.sleep(0.002)
 
     def _run(self) -> None:
         with asyncio.Runner(loop_factory=self._server.config.get_loop_factory()) as runner:
             self._loop = runner.get_loop()
-            runner.run(self._server.serve(sockets=self._sockets))
+            try:
+                runner.run(self._serve())
+            except ConfigurationError as error:
+                self._failure = error
+
+    async def _serve(self) -> None:
+        async with AsyncExitStack() as stack:
+            if self._grpc_at:
+                from .grpc_service import serving
+
+                grpc = serving(
+                    self._service,
+                    self._grpc_at,
+                    max_body_bytes=self._max_body_bytes,
+                    drain_s=lambda: self._drain_s,
+                )
+                await stack.enter_async_context(grpc)
+            await self._server.serve(sockets=self._sockets)
 
     def end(self, *, abruptly: bool) -> None:
+        if abruptly:
+            self._drain_s = 0.0
         if abruptly and self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._drop_everything)
         self._server.should_exit = True
