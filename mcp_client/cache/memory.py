@@ -179,7 +179,7 @@ class MemoryCache:
             if key is not None:
                 keys = [key] if key in self._entries else []
             else:
-                # A scan, 0.1 s for a million entries: an index by model would cost every put more than all of
+                # A scan, 0.2 s for a million entries: an index by model would cost every put more than all of
                 # these rare calls together.
                 keys = [each for each, entry in self._entries.items() if entry.answer.model == model]
             for each in keys:
