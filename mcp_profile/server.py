@@ -8,6 +8,7 @@ import socket
 import tempfile
 import threading
 import time
+import weakref
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -46,8 +47,13 @@ class ProfileServer:
     ) -> None:
         self.host = host
         self.port = port
-        self._temporary = tempfile.mkdtemp(prefix="mcp-profile-") if db is None else None
-        self._db = database_url(f"{self._temporary}/profile.sqlite" if db is None else db)
+        self._remove: weakref.finalize[[str, bool], ProfileServer] | None = None
+        if db is None:
+            folder = tempfile.mkdtemp(prefix="mcp-profile-")
+            self._remove = weakref.finalize(self, shutil.rmtree, folder, True)
+            self._remove.atexit = False  # a forked child's exit must not take it from its parent
+            db = f"{folder}/profile.sqlite"
+        self._db = database_url(db)
         self._api_key = api_key
         self._max_events_per_s = max_events_per_s
         self._server: uvicorn.Server | None = None
@@ -103,8 +109,8 @@ class ProfileServer:
     def close(self) -> None:
         """Stop for good; a temporary database is deleted."""
         self.stop()
-        if self._temporary is not None:
-            shutil.rmtree(self._temporary, ignore_errors=True)
+        if self._remove is not None:
+            self._remove()
 
     def __enter__(self) -> Self:
         return self.start()
