@@ -51,7 +51,7 @@ class Prefetch:
     threshold: float = 0.2
     per_step: int = 3
     max_in_flight: int = 2
-    order: int = 4
+    order: int = 5
     book_bytes: int = 64 * 1024 * 1024
 
     def __post_init__(self) -> None:

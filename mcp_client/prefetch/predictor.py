@@ -15,7 +15,7 @@ from .profile import Profile
 from .routes import Params, Route, RouteTable
 
 # Steps ahead that count as "soon".
-HORIZON = 4
+HORIZON = 8
 _MAX_CONTEXTS = 200_000
 _MAX_SESSIONS = 10_000
 # A session silent for so long starts anew; the usual cut of web sessions (Catledge and Pitkow 1995 give 25.5 minutes).
@@ -46,7 +46,7 @@ class _Session:
 class Predictor:
     """Learns from the steps of sessions as they come. Safe to share between threads. Times are seconds, passed in."""
 
-    def __init__(self, order: int = 4, routes: RouteTable | None = None) -> None:
+    def __init__(self, order: int = 5, routes: RouteTable | None = None) -> None:
         self._order = order
         self._table = routes if routes is not None else RouteTable()
         self._paths = Markov(order, HORIZON, _MAX_CONTEXTS)
@@ -69,7 +69,8 @@ class Predictor:
             route_step = self._route_step(state.path, path)
             state.path = path
             self._paths.observe(state.paths, path)
-            self._routes.observe(state.routes, route_step)
+            if self._table:  # without routes it would learn the same as the paths
+                self._routes.observe(state.routes, route_step)
 
     def predict(self, session: str, limit: int) -> list[Candidate]:
         """The likeliest paths within the horizon, best first; never the one the session is on."""
@@ -82,7 +83,7 @@ class Predictor:
                 for guess in self._paths.predict(state.paths, limit + 1)
             }
             here = self._table.resolve(state.path)
-            for guess in self._routes.predict(state.routes, limit):
+            for guess in self._routes.predict(state.routes, limit) if self._table else ():
                 path = self._path_of(guess.step, here)
                 if path is None:
                     continue

@@ -92,6 +92,9 @@ class RouteTable:
     def __init__(self) -> None:
         self._routes: tuple[Route, ...] = ()
 
+    def __bool__(self) -> bool:
+        return bool(self._routes)
+
     def add(self, route: Route) -> None:
         for known in self._routes:
             if known.shape == route.shape:
