@@ -9,6 +9,7 @@ import orjson
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
+from mcp_client.prefetch.markov import START
 from mcp_client.prefetch.profile import SEPARATOR, KeyStats, Profile
 
 from .schema import mined, path_sums, transitions
@@ -106,7 +107,13 @@ def frequent_paths(db: Connection, app: int, min_support: int, limit: int) -> li
     t, s = transitions.c, path_sums.c
     rows = db.execute(
         sa.select(t.context, t.step, t.n)
-        .where(t.app == app, t.kind == "path", t.context != "", t.n >= min_support)
+        .where(
+            t.app == app,
+            t.kind == "path",
+            t.context != "",
+            t.context.not_like(f"{START}%"),
+            t.n >= min_support,
+        )
         .order_by(t.n.desc(), t.context, t.step)
         .limit(100 * limit)
     )

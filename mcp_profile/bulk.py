@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from mcp_client.errors import MissingExtraError
+from mcp_client.prefetch.markov import START
 from mcp_client.prefetch.profile import SEPARATOR
 
 from .schema import mined, path_sums, tails, transitions
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
 
 _NO_STEP: Step = ("", "")
+_START = f"'{START}'"
 
 
 def connect() -> DuckDBPyConnection:
@@ -65,6 +67,9 @@ def count(duck: DuckDBPyConnection, app: int, order: int = 4) -> None:
     paths = [f"split_part(s{back}, '{STEP_SEPARATOR}', 1)" for back in range(order + 1)]
     for length in range(order + 1):
         _add(duck, "path", paths[: length + 1], f"FROM grams WHERE s{max(length, 1)} IS NOT NULL")
+        if 0 < length < order:
+            began = f"FROM grams WHERE s{length} IS NOT NULL AND s{length + 1} IS NULL"
+            _add(duck, "path", [*paths[: length + 1], _START], began)
     joins = " ".join(
         f"LEFT JOIN moves m{back} ON m{back}.s0 = g.s{back} AND m{back}.s1 IS NOT DISTINCT FROM g.s{back + 1}"
         for back in range(ROUTE_ORDER + 1)
@@ -76,6 +81,9 @@ def count(duck: DuckDBPyConnection, app: int, order: int = 4) -> None:
     for length in range(ROUTE_ORDER + 1):
         names = [f"m{back}" for back in range(length + 1)]
         _add(duck, "route", names, f"FROM moved WHERE m{length} IS NOT NULL")
+        if 0 < length < ROUTE_ORDER:
+            began = f"FROM moved WHERE m{length} IS NOT NULL AND m{length + 1} IS NULL"
+            _add(duck, "route", [*names, _START], began)
 
 
 def rebuild(store: Store, app: int, order: int = 4) -> int:

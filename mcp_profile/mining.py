@@ -177,7 +177,7 @@ class Miner:
     def _add(self, db: Connection, app: int, counts: Counts) -> None:
         keys: dict[tuple[str, str, str], int] = {}
         for gram, n in counts.grams.items():
-            for key in keys_of(gram):
+            for key in keys_of(gram, self.order):
                 keys[key] = keys.get(key, 0) + n
         # In the order of the primary key: SQLite then walks the tree once.
         self._store.upsert(db, transitions, [(app, *key, n) for key, n in sorted(keys.items())], add=("n",))

@@ -7,6 +7,7 @@ from functools import lru_cache
 from itertools import pairwise
 
 from mcp_client.errors import ConfigurationError
+from mcp_client.prefetch.markov import START
 from mcp_client.prefetch.predictor import route_step
 from mcp_client.prefetch.profile import SEPARATOR
 from mcp_client.prefetch.routes import Params, Route
@@ -19,25 +20,27 @@ ROUTE_ORDER = 2
 MAX_KEY_BYTES = 2400
 
 
-def keys_of(gram: tuple[Step, ...]) -> Iterator[tuple[str, str, str]]:
-    """(kind, context, next) for contexts of every order, from none to all the steps before.
+def keys_of(gram: tuple[Step, ...], order: int) -> Iterator[tuple[str, str, str]]:
+    """(kind, context, next) for contexts of every length, from nothing to ``order`` steps; the start of a visit is a step, too.
 
-    ``gram``: a step behind the steps of its visit before it, oldest first; of a visit that is longer at least
-    ``ROUTE_ORDER`` + 1 of them. The first step of a visit follows nothing and is evidence for nothing.
+    ``gram``: a step behind the steps of its visit before it, ``order`` of them at most (and ``order`` > ``ROUTE_ORDER``), oldest
+    first. The first step of a visit is evidence for nothing: nobody could have predicted it.
     """
     if len(gram) == 1:
         return
-    yield from _contexts("path", [path for path, _ in gram])
+    yield from _contexts("path", [path for path, _ in gram], order)
     # What a step does to its route's parameters takes the step before it to say.
     visible = gram[-ROUTE_ORDER - 2 :]
     moves = [move(before, step) for before, step in pairwise(visible)]
     if len(moves) <= ROUTE_ORDER:
         moves.insert(0, move(("", ""), visible[0]))  # the visit began here
-    yield from _contexts("route", moves)
+    yield from _contexts("route", moves, ROUTE_ORDER)
 
 
-def _contexts(kind: str, steps: list[str]) -> Iterator[tuple[str, str, str]]:
+def _contexts(kind: str, steps: list[str], order: int) -> Iterator[tuple[str, str, str]]:
     *before, step = steps
+    if len(before) < order:
+        before.insert(0, START)
     for start in range(len(before), -1, -1):
         context = SEPARATOR.join(before[start:])
         if 4 * (len(context) + len(step)) > MAX_KEY_BYTES < len(context.encode()) + len(step.encode()):

@@ -13,6 +13,7 @@ import sqlalchemy as sa
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mcp_client.prefetch.markov import START
 from mcp_client.prefetch.predictor import Predictor
 from mcp_client.prefetch.profile import SEPARATOR, Profile
 from mcp_client.prefetch.routes import Route, RouteTable
@@ -54,10 +55,12 @@ def _ingest(store: Store, rows: list[Row], batch_id: str = "b", app: int = DEFAU
     store.ingest(app, Batch(batch_id, "client", "", rows, []))
 
 
-def _counts(store: Store, kind: str = "path") -> dict[tuple[str, str], float]:
+def _counts(store: Store, kind: str = "path", *, starts: bool = False) -> dict[tuple[str, str], float]:
+    """What is counted; with ``starts`` also the contexts that reach back to the start of the visit, which "^" stands for."""
     with store.read() as db:
         rows = db.execute(sa.select(transitions).where(transitions.c.kind == kind)).all()
-    return {(row.context.replace(SEPARATOR, " "), row.step): row.n for row in rows}
+    counts = {(row.context.replace(SEPARATOR, " ").replace(START, "^"), row.step): row.n for row in rows}
+    return {key: n for key, n in counts.items() if starts or not key[0].startswith("^")}
 
 
 def _learned(store: Store) -> Any:
@@ -72,7 +75,7 @@ def _learned(store: Store) -> Any:
 def test_a_step_is_counted_behind_every_context_that_it_followed(store: Store) -> None:
     _ingest(store, [_row(n, path) for n, path in enumerate("abcbd")])
     assert Miner(store).mine(DEFAULT_APP) == 5
-    counts = _counts(store)
+    counts = _counts(store, starts=True)
     assert [step for context, step in counts if context == ""] == [
         "b",
         "c",
@@ -81,9 +84,11 @@ def test_a_step_is_counted_behind_every_context_that_it_followed(store: Store) -
     assert {key: n for key, n in counts.items() if key[1] == "b"} == {
         ("", "b"): 2,
         ("a", "b"): 1,
+        ("^ a", "b"): 1,
         ("c", "b"): 1,
         ("b c", "b"): 1,
         ("a b c", "b"): 1,
+        ("^ a b c", "b"): 1,
     }
 
 
