@@ -120,17 +120,24 @@ class Play:
         for thread in self._threads:
             thread.start()
 
-    def wait(self, turns: int | None = None) -> float:
-        """Until so many pages were turned (default: all); seconds since the start. Raises what a reader died of."""
-        if turns is None:
-            for thread in self._threads:
-                thread.join()
-        else:
-            with self._turned:
-                self._turned.wait_for(lambda: len(self.answers) >= turns or self._failure is not None)
+    def wait(self) -> float:
+        """Until all readers are done; seconds since they began. Raises what a reader died of."""
+        for thread in self._threads:
+            thread.join()
         if self._failure is not None:
             raise self._failure
         return time.monotonic() - self.began
+
+    def wait_until(self, true: Callable[[Sequence[Answered]], bool], timeout_s: float = 120.0) -> None:
+        """Until something holds of the answers so far; ``RuntimeError`` if it never does. Raises what a reader died of."""
+        with self._turned:
+            held = self._turned.wait_for(
+                lambda: self._failure is not None or true(self.answers), timeout=timeout_s
+            )
+        if self._failure is not None:
+            raise self._failure
+        if not held:
+            raise RuntimeError(f"the readers did not get there within {timeout_s:.0f} s")
 
     def stop(self) -> None:
         """Each reader puts the page down that is being read."""

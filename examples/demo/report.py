@@ -70,7 +70,7 @@ def page(outcome: Outcome) -> str:
     ledger, offline = outcome.ledger, outcome.offline
     tiles = [
         (
-            f"{none.latency_ms(50):.3g} → {full.latency_ms(50):.3g} ms",
+            f"{_short(none.latency_ms(50))} → {_short(full.latency_ms(50))} ms",
             "median wait for a page, without and with the client",
         ),
         (
@@ -146,6 +146,10 @@ def page(outcome: Outcome) -> str:
 <footer>{_footer(outcome)}</footer>
 </main></html>
 """
+
+
+def _short(ms: float) -> str:
+    return f"{ms:.0f}" if ms >= 10 else f"{ms:.2g}"
 
 
 def _tile(tile: tuple[str, str]) -> str:
