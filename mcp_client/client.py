@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, cast
 
@@ -13,6 +14,7 @@ from .errors import MCPError
 from .prefetch.prefetcher import Job
 from .request import Parameter
 from .result import InferResult
+from .streaming import open_stream
 from .tensors import ModelMetadata
 from .transports.http import HttpTransport
 
@@ -76,6 +78,34 @@ class MCPClient(BaseClient):
         )
         result = self._engine.hit(call)
         return result if result is not None else run(self._engine.infer(call))
+
+    def stream(
+        self,
+        inputs: Any,
+        *,
+        model: str | None = None,
+        version: str | None = None,
+        outputs: Sequence[str] | None = None,
+        parameters: Mapping[str, Parameter] | None = None,
+        session: str | None = None,
+        path: str | None = None,
+        priority: int | None = None,
+        timeout: float | None = None,
+    ) -> Iterator[InferResult]:
+        """Run a model that may answer with any number of responses (decoupled models), and hand them out as they come.
+
+        Needs ``grpc://``. Never cached and never retried; ``timeout`` is for the whole stream. Leaving the loop early, or
+        closing the iterator, cancels it on the server. Arguments and errors as for ``infer``.
+        """
+        call = self._call(
+            inputs, model, version, outputs, parameters, session, path, priority, timeout, cache=False
+        )
+        stream = run(open_stream(self._engine, call))
+        with stream.accounted(), closing(stream.transport.stream(stream.wire, stream.deadline)) as responses:
+            for response in responses:
+                result = stream.result(response)
+                if result is not None:
+                    yield result
 
     def session(self, id: str) -> Session:
         """A session: its requests carry its id, and each one's path is a step that prefetch learns from."""

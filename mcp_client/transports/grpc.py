@@ -25,8 +25,9 @@ from ..errors import (
 from ..protocols import WireRequest, WireResponse
 from ..protocols.oip_grpc import GRPC_STATUS, MAX_MESSAGE_BYTES, STATUS_OF
 
-# gRPC reads this once, at import. Without it a channel that was used before a fork leaves locks and poller threads behind
-# that make gRPC hang in the child; with it gRPC stops its threads before a fork and starts afresh after it.
+# gRPC reads this once, at import. With it gRPC stops its threads before a fork and starts afresh in the child, provided that no
+# thread is inside a call at that moment (`_ForkGate`); without it, or otherwise, every call in the child hangs.
+# (grpc/grpc doc/fork_support.md; pull request 41752; tried with 1.85: tests/transports/test_grpc_transport.py.)
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "1")
 try:
     import grpc
@@ -40,6 +41,65 @@ _IDLE_MS = 55_000
 # gRPC waits up to two minutes before it connects again, and fails every call meanwhile. How long a server is left alone is the
 # circuit breaker's business.
 _RECONNECT_MS = (50, 500)
+
+
+class _ForkGate:
+    """Lets a fork wait until no thread is inside gRPC, and keeps new calls out meanwhile.
+
+    A process that forked although a call went on (longer than ``_WAIT_S``), or while asyncio channels were open (gRPC's
+    asyncio side does not support fork), can't use gRPC in the child: ``broken`` says so there, where gRPC would hang.
+    """
+
+    _WAIT_S = 5.0
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition(threading.Lock())
+        self._calls = 0
+        self._forking = False
+        self._unsafe = False
+        self.aio_channels = 0
+        self.broken = False
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(
+                before=self._before, after_in_parent=self._after, after_in_child=self._in_child
+            )
+
+    def __enter__(self) -> None:
+        if self.broken:
+            raise ConnectionFailedError(
+                "gRPC can't be used in this process: it was forked while a gRPC call or an asyncio gRPC client was in use; "
+                "start workers before the first call, use multiprocessing's 'spawn', or http://"
+            )
+        with self._condition:
+            while self._forking:
+                self._condition.wait()
+            self._calls += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._condition:
+            self._calls -= 1
+            if self._forking and not self._calls:
+                self._condition.notify_all()
+
+    def _before(self) -> None:
+        with self._condition:
+            self._forking = True
+            quiet = self._condition.wait_for(lambda: not self._calls, self._WAIT_S)
+            self._unsafe = self.aio_channels > 0 or not quiet
+
+    def _after(self) -> None:
+        with self._condition:
+            self._forking = False
+            self._condition.notify_all()
+
+    def _in_child(self) -> None:
+        self.broken = self.broken or self._unsafe
+        self._condition = threading.Condition(threading.Lock())
+        self._calls = self.aio_channels = 0
+        self._forking = False
+
+
+_gate = _ForkGate()
 
 
 class _Target:
@@ -167,11 +227,12 @@ class GrpcTransport:
     def send(self, wire: WireRequest, deadline: float) -> WireResponse:
         """One exchange, over by ``deadline`` (``time.monotonic()`` seconds)."""
         message, left, metadata = self._target.call(wire, deadline)
-        method = self._methods.get(wire.path)
-        if method is None:
-            method = self._methods[wire.path] = self._connect().unary_unary(wire.path)
         try:
-            body, call = method.with_call(message, timeout=left, metadata=metadata)
+            with _gate:
+                method = self._methods.get(wire.path)
+                if method is None:
+                    method = self._methods[wire.path] = self._connect().unary_unary(wire.path)
+                body, call = method.with_call(message, timeout=left, metadata=metadata)
             return WireResponse(200, _headers(call.initial_metadata()), body)
         except grpc.RpcError as error:
             return self._target.failure(error, deadline)
@@ -182,6 +243,8 @@ class GrpcTransport:
         """Send one message on a stream and hand out the answers as they come; closing the iterator cancels the call."""
         message, left, metadata = self._target.call(wire, deadline)
         try:
+            with _gate:
+                pass  # a stream's calls are made in gRPC's own thread, which knows of forks
             call = self._connect().stream_stream(wire.path)(iter((message,)), timeout=left, metadata=metadata)
         except ValueError as error:
             raise _closed(self.url, error) from error
@@ -217,6 +280,8 @@ class AsyncGrpcTransport:
         loop = asyncio.get_running_loop()
         known = self._channels.get(loop)
         if known is None:
+            with _gate:
+                _gate.aio_channels += 1
             target = self._target
             channel = (
                 grpc.aio.secure_channel(target.address, grpc.ssl_channel_credentials(), target.options)
@@ -234,6 +299,7 @@ class AsyncGrpcTransport:
             yield
         finally:
             self._channels.pop(loop, None)
+            _gate.aio_channels -= 1
             await channel.close()
 
     async def send(self, wire: WireRequest, deadline: float) -> WireResponse:
