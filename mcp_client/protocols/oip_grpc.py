@@ -71,6 +71,7 @@ _CONTENTS: Mapping[str, str] = {
     "FP64": "fp64_contents",
     "BYTES": "bytes_contents",
 }
+_WIDE = {"int_contents": np.dtype(np.int32), "uint_contents": np.dtype(np.uint32)}
 _M = TypeVar("_M", bound="Message")
 
 
@@ -362,10 +363,10 @@ def _from_contents(contents: Any, datatype: str, shape: tuple[int, ...], what: s
         array = np.empty(expected, dtype=object)
         array[:] = list(values)
     else:
-        try:
-            array = np.array(values, dtype=wire_dtype(datatype, what))
-        except OverflowError:
-            raise ProtocolError(f"{what}: a value in {field} is beyond the range of {datatype}") from None
+        wide = np.array(values, dtype=_WIDE.get(field, wire_dtype(datatype, what)))
+        array = wide.astype(wire_dtype(datatype, what))
+        if field in _WIDE and not np.array_equal(array, wide):
+            raise ProtocolError(f"{what}: a value in {field} is beyond the range of {datatype}")
     array = array.reshape(shape)
     array.flags.writeable = False
     return array
@@ -376,15 +377,13 @@ def _read_answer(body: bytes, headers: Mapping[str, str], request: Request) -> A
     told = _parse(pb.ModelInferResponse, head, "the response")
     outputs = _read_tensors(told.outputs, raw, "output")
     check_answer(outputs, request, came_id=told.id)
-    max_age_s, no_store = freshness(headers)
     return Answer.of(
         outputs,
         model=told.model_name or request.model,
         version=told.model_version,
         id=request.id,
         digest=headers.get("x-model-digest", ""),
-        max_age_s=max_age_s,
-        no_store=no_store,
+        **freshness(headers),
     )
 
 
