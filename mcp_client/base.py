@@ -9,10 +9,15 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from blake3 import blake3
+
 from .cache.memory import CacheStats, MemoryCache
+from .cache.tiers import TieredCache, open_cache
+from .cache.ttl import TTLPolicy
 from .config import Cache, Prefetch, Retry, Telemetry
 from .effects import CacheOption, Call, Endpoint, ProtocolName
 from .errors import ClientClosedError, ConfigurationError, InvalidInputError
@@ -23,6 +28,7 @@ from .request import NO_PARAMETERS, Parameter
 from .resilience.retry import RetryPolicy
 from .telemetry.api import ProfileAPI
 from .telemetry.uploader import TelemetryPipe
+from .tensors import read_only
 
 if TYPE_CHECKING:
     from .edge.runtime import EdgeRuntime
@@ -76,7 +82,7 @@ class BaseClient(ABC):
         config = Telemetry(telemetry) if isinstance(telemetry, str) else telemetry
         self._telemetry = TelemetryPipe(config) if config is not None else None
         self._prefetcher: Prefetcher | None = None
-        self._cache = MemoryCache(cache) if cache is not None else None
+        self._cache = open_cache(cache, _credentials(self._headers)) if cache is not None else None
         if prefetch is not None and self._cache is not None:
             fetch_profile = ProfileAPI(config.url, config.api_key).profile if config is not None else None
             self._prefetcher = Prefetcher(
@@ -89,7 +95,8 @@ class BaseClient(ABC):
         self._engine = Engine(
             endpoints=endpoints,
             cache=self._cache,
-            ttl_s=cache.ttl_s if cache is not None else 0.0,
+            settings=cache or Cache(),
+            refresh=self._refresh,
             retry=RetryPolicy(retry or Retry()),
             prefetcher=self._prefetcher,
             events=self._telemetry,
@@ -127,10 +134,22 @@ class BaseClient(ABC):
 
     @property
     def cache(self) -> MemoryCache:
-        """The L4 cache: ``invalidate(model=…)``, ``clear()``, ``stats()``."""
+        """The L4 cache: ``invalidate(model=…, path=…, session=…)``, ``clear()``, ``stats()``, ``export(file)``, ``warm(file)``.
+
+        With a disk or shared tier these reach it too, and so may block.
+        """
         if self._cache is None:
             raise ConfigurationError("this client was made with cache=None")
         return self._cache
+
+    @property
+    def ttl_policy(self) -> TTLPolicy:
+        """How long answers are fresh, by model id. Assign another (``TTLPolicy.parse(json)``) at any time."""
+        return self._engine.freshness.policy
+
+    @ttl_policy.setter
+    def ttl_policy(self, policy: TTLPolicy) -> None:
+        self._engine.freshness.policy = policy
 
     def route(
         self,
@@ -180,6 +199,27 @@ class BaseClient(ABC):
 
     @abstractmethod
     def _issue(self, job: Job) -> None: ...
+
+    @abstractmethod
+    def _in_background(self, call: Call) -> None: ...
+
+    def _refresh(self, call: Call) -> None:
+        """Renew a stale entry for nobody in particular. The inputs are copied: they are the caller's again when it returns."""
+        started = time.monotonic()
+        assert call.inputs is not None
+        self._in_background(
+            replace(
+                call,
+                inputs={name: read_only(array) for name, array in call.inputs.items()},
+                cache="refresh",
+                background=True,
+                started=started,
+                deadline=started + self._timeout,
+                id=self._engine.new_id(),
+                attempts=0,
+                endpoint="",
+            )
+        )
 
     def _call(
         self,
@@ -257,10 +297,14 @@ class BaseClient(ABC):
             self._telemetry.close()
         if self._edge is not None:
             self._edge.close()
+        if isinstance(self._cache, TieredCache):
+            self._cache.close()
 
     def _is_at_hand(self, key: bytes) -> bool:
         """Whether an answer is in the cache or on its way."""
-        return self._engine.in_flight(key) or self.cache.peek(key, time.monotonic()) is not None
+        now = time.monotonic()
+        entry = self.cache.peek(key, now)
+        return self._engine.in_flight(key) or (entry is not None and now < entry.fresh_until)
 
     def _locks(self) -> list[threading.Lock]:
         """Every lock that another thread may hold while this one forks."""
@@ -338,6 +382,13 @@ def _codec(url: str, protocol: ProtocolName) -> ClientCodec | None:
     from .protocols.oip_grpc import OipGrpcCodec
 
     return OipGrpcCodec()
+
+
+def _credentials(headers: Mapping[str, str]) -> bytes:
+    """What stands for whoever this client is to the server: of the headers that say so, 32 bytes; none, b""."""
+    telling = {"authorization", "proxy-authorization", "cookie", "x-api-key", "api-key", "x-auth-token"}
+    said = sorted((name.lower(), value) for name, value in headers.items() if name.lower() in telling)
+    return blake3(repr(said).encode()).digest() if said else b""
 
 
 def _edge_runtime(folder: str | os.PathLike[str]) -> EdgeRuntime:

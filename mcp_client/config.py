@@ -3,38 +3,78 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from .errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from .cache.ttl import TTLPolicy
 
 
 @dataclass(frozen=True, slots=True)
 class Cache:
-    """The L4 cache in memory.
+    """The L4 cache: memory, and behind it, if you name them, a folder on disk and a store that a fleet shares.
 
     ``max_bytes`` counts arrays truly. ``policy``: which entry goes when there is no room: ``lru-k``; ``s3-fifo``, better for
     clicks on ever new things and for loops; or ``adaptive``, which follows whichever of the two would have done better.
-    ``k``: references that LRU-K remembers (1 is plain LRU). ``ttl_s``: how long an answer is fresh when neither the call nor
-    the server says. ``correlated_s``: references closer than this count as one (the correlated-reference period; bursts of
-    one session should not make a key look popular). ``retained_s``: how long the history of an evicted key is kept (the
-    retained-information period; 200 s is the paper's own suggestion, section 2.1.2).
+    ``k``: references that LRU-K remembers (1 is plain LRU). ``correlated_s``: references closer than this count as one (the
+    correlated-reference period; bursts of one session should not make a key look popular). ``retained_s``: how long the
+    history of an evicted key is kept (the retained-information period; 200 s is the paper's own suggestion, section 2.1.2).
+
+    ``ttl_s``: how long an answer is fresh when neither the call, nor the server, nor ``ttl_policy`` says.
+    ``stale_while_revalidate_s``: how much longer it is handed out (source ``stale``) while a new one is fetched.
+    ``stale_if_error_s``: how much longer it is handed out if neither a server nor the edge can answer. A server's own
+    ``Cache-Control`` goes before both. ``not_found_s``: how long "no such model" is believed.
+
+    ``directory``: the folder of the disk tier (extra ``disk``), of ``disk_bytes`` at most, for all processes of this machine.
+    ``shared_url``: ``redis://…`` of the shared tier (extra ``redis``). Behind memory, an answer is served only to clients with
+    the same credential, or the same ``tenant`` if that is set; those of ``public_models`` to all.
+
+    ``normalisers``: model → function that makes near-identical inputs equal (``mcp_client.cache.normalise``).
     """
 
     max_bytes: int = 256 * 1024 * 1024
     max_entries: int = 1_000_000
     policy: Literal["lru-k", "s3-fifo", "adaptive"] = "lru-k"
     k: int = 2
-    ttl_s: float = 300.0
     correlated_s: float = 0.0
     retained_s: float = 200.0
+    ttl_s: float = 300.0
+    ttl_policy: TTLPolicy | None = None
+    stale_while_revalidate_s: float = 0.0
+    stale_if_error_s: float = 0.0
+    not_found_s: float = 5.0
+    directory: str | os.PathLike[str] | None = None
+    disk_bytes: int = 1024 * 1024 * 1024
+    shared_url: str | None = None
+    tenant: str | None = None
+    public_models: Collection[str] = ()
+    normalisers: Mapping[str, Callable[[Mapping[str, Any]], Mapping[str, Any]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _positive(self, "max_bytes", "max_entries", "k", "ttl_s")
+        _positive(self, "max_bytes", "max_entries", "k", "ttl_s", "disk_bytes")
+        for name in (
+            "stale_while_revalidate_s",
+            "stale_if_error_s",
+            "not_found_s",
+            "correlated_s",
+            "retained_s",
+        ):
+            if not getattr(self, name) >= 0:
+                raise ConfigurationError(f"Cache({name}=…) must be ≥ 0; got {getattr(self, name)!r}")
         if self.policy not in ("lru-k", "s3-fifo", "adaptive"):
             raise ConfigurationError(f"Cache(policy=…) is lru-k, s3-fifo or adaptive; got {self.policy!r}")
+        if isinstance(self.public_models, str):
+            raise ConfigurationError(
+                f"Cache(public_models=…) is a list of model ids; got {self.public_models!r}"
+            )
+
+    def __repr__(self) -> str:  # a store's URL may hold its password
+        tiers = [name for name, there in (("disk", self.directory), ("shared", self.shared_url)) if there]
+        return f"Cache(max_bytes={self.max_bytes}, policy={self.policy!r}, k={self.k}, ttl_s={self.ttl_s}, tiers={tiers})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +121,8 @@ class Retry:
 class Telemetry:
     """Where events go (a Profile API) and how. No tensor data is ever sent; session ids are hashed before they are stored.
 
-    ``interval_s``: between uploads. ``spool_dir``: where events wait (default: ``telemetry`` in the state folder); the spool there
-    is one per ``url``, for all processes, so two applications with API keys of their own on one machine need a folder each.
+    ``interval_s``: between uploads. ``spool_dir``: where events wait (default: ``telemetry`` in the state folder); the spool
+    there is one per ``url``, for all processes, so two applications with API keys of their own on one machine need a folder each.
     ``max_spool_bytes``: on disk at most, the oldest events go first. ``max_batch``: events per request. ``sample``: the share of
     sessions that is reported, each as a whole. ``redact``: sees every event as it would leave the machine (a dict, session
     already hashed) and returns it changed, or ``None`` to drop it.

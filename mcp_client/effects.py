@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
+from .cache.memory import Entry
 from .errors import MCPError
 from .prefetch.prefetcher import Job
 from .protocols import ClientCodec, WireRequest
@@ -106,17 +107,19 @@ class Call:
     deadline: float
     id: str
     job: Job | None = None  # the prefetch that this is, if it is one
+    background: bool = False  # fetched for nobody in particular: a stale entry is renewed
     prefetch_id: str = ""
     # set by the flow
     inputs: dict[str, Array] | None = None
     model_name: str = ""
     key: bytes = b""
+    stale: Entry | None = None  # what to fall back to if no server answers
     attempts: int = 0
     endpoint: str = ""
 
     @property
     def purpose(self) -> Purpose:
-        return "demand" if self.job is None else "prefetch"
+        return "prefetch" if self.job is not None or self.background else "demand"
 
     @property
     def cacheable(self) -> bool:

@@ -16,10 +16,13 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 from .cache.fingerprint import fingerprint
+from .cache.freshness import Freshness
 from .cache.memory import Entry, MemoryCache
+from .cache.tiers import TieredCache
+from .config import Cache
 from .effects import Call, Endpoint, Flight, Flow, Landing, Run, Send, Sleep, Wait
 from .errors import (
     CircuitOpenError,
@@ -43,7 +46,7 @@ from .protocols.oip_http import OipHttpCodec
 from .request import Request
 from .resilience.retry import RetryPolicy, says_unhealthy
 from .result import Answer, InferResult, Source
-from .tensors import ModelMetadata, as_inputs, nbytes_of
+from .tensors import ModelMetadata, as_inputs
 
 log = logging.getLogger("mcp_client")
 T = TypeVar("T")
@@ -74,6 +77,14 @@ class EventSink(Protocol):
     ) -> None: ...
 
 
+class Found(NamedTuple):
+    """An answer, where it came from, and how long ago a server gave it."""
+
+    answer: Answer
+    source: Source
+    age_s: float = 0.0
+
+
 class Engine:
     """A client's state, shared by all its calls, and the flows over it.
 
@@ -89,7 +100,8 @@ class Engine:
         *,
         endpoints: Sequence[Endpoint],
         cache: MemoryCache | None,
-        ttl_s: float,
+        settings: Cache,
+        refresh: Callable[[Call], None],
         retry: RetryPolicy,
         prefetcher: Prefetcher | None,
         events: EventSink | None,
@@ -103,12 +115,17 @@ class Engine:
         self.events = events
         self.edge = edge
         self.clock = clock
-        self._ttl_s = ttl_s
+        self.freshness = Freshness(settings)
+        self._settings = settings
+        self._refresh = refresh
         self._retry = retry
         self._default_model = default_model
         self._lock = threading.Lock()
         self._metadata: dict[tuple[str, str], ModelMetadata] = {}
         self._digests: dict[tuple[str, str], str] = {}
+        self._missing: dict[
+            tuple[str, str], tuple[float, NotFoundError]
+        ] = {}  # until when "no such model" is believed
         self._edge_s = self._EDGE_RESERVE_S
         self._sources: dict[str, int] = dict.fromkeys((*Source.__args__, "error"), 0)  # type: ignore[attr-defined]
         self.reset()
@@ -135,10 +152,11 @@ class Engine:
             if self.cache is None or call.cache is False or not call.cacheable:
                 answer, source = yield from self._fetch(call)
                 return self._finish(call, answer, source)
-            (answer, source), flight = yield from self._shared(call.key, call, self._fetch_and_store)
+            found, flight = yield from self._shared(call.key, call, self._fetch_and_store)
+            source = found.source
             if flight is not None and flight.purpose == "prefetch" and call.purpose == "demand":
                 source = self._use_prefetch(call)
-            return self._finish(call, answer, source)
+            return self._finish(call, found.answer, source, found.age_s)
         except MCPError as error:
             self._failed(call, error)
             raise error.at(
@@ -159,7 +177,7 @@ class Engine:
         now = self.clock()
         if call.purpose == "prefetch":  # no reference: what nobody asked for must not look popular
             entry = self.cache.peek(call.key, now)
-            if entry is None:
+            if entry is None or now >= entry.fresh_until:
                 return None
             return InferResult(entry.answer, source="cache", latency_ms=0.0, request_id=call.id)
         entry = self.cache.get(call.key, now)
@@ -170,32 +188,81 @@ class Engine:
         age = now - entry.stored_at
         if type(call.cache) is float and age > call.cache:
             return None
+        if now >= entry.fresh_until:
+            return self._stale(call, entry, now)
         source: Source = "cache"
         if self.prefetcher is not None and self.prefetcher.holds(call.key):
             source = self._use_prefetch(call)
         return self._finish(call, entry.answer, source, age)
 
+    def _stale(self, call: Call, entry: Entry, now: float) -> InferResult | None:
+        """An answer past its time: handed out while a new one is fetched, or kept in case no server answers."""
+        if now >= entry.revalidate_until:
+            call.stale = entry
+            return None
+        if not self.in_flight(call.key):
+            self._refresh(call)
+        return self._finish(call, entry.answer, "stale", now - entry.stored_at)
+
     def _prepare(self, call: Call, metadata: ModelMetadata) -> None:
         """Check what the user passed against the model, before anything is sent, and give the request its fingerprint."""
-        call.inputs = inputs = as_inputs(
-            call.value, metadata.inputs or None
-        )  # some servers describe no tensors
-        known = {spec.name for spec in metadata.outputs}
-        wrong = [name for name in call.outputs if name not in known]
-        if wrong and known:
-            raise InvalidInputError(
-                f"unknown output {listed(wrong)}; {metadata.name!r} gives {listed(sorted(known))}"
-            )
+        inputs = as_inputs(call.value, metadata.inputs or None)  # some servers describe no tensors
+        if self._settings.normalisers and metadata.name in self._settings.normalisers:
+            inputs = dict(self._settings.normalisers[metadata.name](inputs))
+        if call.outputs and metadata.outputs:
+            known = [spec.name for spec in metadata.outputs]
+            if wrong := [name for name in call.outputs if name not in known]:
+                raise InvalidInputError(
+                    f"unknown output {listed(wrong)}; {metadata.name!r} gives {listed(known)}"
+                )
+        call.inputs = inputs
         call.model_name = metadata.name
         if (
             self.cache is not None or self.events is not None
         ):  # nobody else asks for it, and it reads every input
             call.key = fingerprint(metadata.name, call.version, inputs, call.outputs, call.parameters)
 
-    def _fetch_and_store(self, call: Call) -> Flow[tuple[Answer, Source]]:
-        answer, source = yield from self._fetch(call)
-        self._store(call, answer, source)
-        return answer, source
+    def _fetch_and_store(self, call: Call) -> Flow[Found]:
+        """What the leader of a flight does: the tiers behind memory, else a server or the edge, else what is stale."""
+        tiers = self.cache if isinstance(self.cache, TieredCache) else None
+        leads = False
+        try:
+            if tiers is not None and call.cache != "refresh":
+                entry, leads = yield from self._ask_tiers(tiers, call)
+                if entry is not None:
+                    self._put(call, entry)
+                    return Found(entry.answer, "cache", self.clock() - entry.stored_at)
+            try:
+                answer, source = yield from self._fetch(call)
+            except MCPError as error:
+                if call.stale is None or not _no_server_answered(error):
+                    raise
+                return Found(call.stale.answer, "stale", self.clock() - call.stale.stored_at)
+            fresh = self._store(call, answer, source)
+            if tiers is not None and fresh is not None:
+                yield Run(lambda: tiers.keep(call.key, fresh, self.clock()), call.deadline)
+            return Found(answer, source)
+        finally:
+            if tiers is not None and leads:
+                tiers.land(call.key, call.model_name)
+
+    # Between two looks at the tiers while another process of this machine asks the server: a tenth of a quick inference.
+    _LOOK_AGAIN_S = 0.01
+
+    def _ask_tiers(self, tiers: TieredCache, call: Call) -> Flow[tuple[Entry | None, bool]]:
+        """The fresh entry behind memory, or ``None`` and whether this process is now the one to ask the server."""
+        while True:
+            entry: Entry | None = yield Run(
+                lambda: tiers.fetch(call.key, call.model_name, self.clock()), call.deadline
+            )
+            if entry is not None and self.clock() < entry.fresh_until:
+                return entry, False
+            call.stale = entry or call.stale
+            if tiers.lead(call.key, call.model_name):
+                return None, True
+            if self.clock() + self._LOOK_AGAIN_S >= call.deadline:
+                return None, False
+            yield Sleep(self._LOOK_AGAIN_S)
 
     def _fetch(self, call: Call) -> Flow[tuple[Answer, Source]]:
         """Ask a server; where none can answer in time, run the model here."""
@@ -249,27 +316,30 @@ class Engine:
             # The model may have changed since it was described: ask again next time.
             self._metadata.pop((call.model, call.version), None)
             raise
-        self._notice_change(call, answer)
+        if self._notice_change(call, answer) and (cache := self.cache) is not None:
+            yield Run(lambda: cache.invalidate(model=answer.model), call.deadline)
         return answer
 
-    def _store(self, call: Call, answer: Answer, source: Source) -> None:
-        """Keep an answer, by the rules of PROTOCOL.md section 4: the call's own TTL, else the server's, else the default.
+    def _store(self, call: Call, answer: Answer, source: Source) -> Entry | None:
+        """Keep an answer in memory, as long as ``cache/freshness.py`` says; returns what was kept.
 
         An edge answer given for a server that was away is not kept: it may differ in the last digits.
         """
+        if source == "edge" and self.endpoints:
+            return None
+        call_ttl_s = call.cache if type(call.cache) is float else None
+        entry = self.freshness.entry(
+            answer, call_ttl_s=call_ttl_s, now=self.clock(), path=call.path, session=call.session
+        )
+        if entry is not None:
+            self._put(call, entry)
+        return entry
+
+    def _put(self, call: Call, entry: Entry) -> None:
         assert self.cache is not None
-        if answer.no_store or (source == "edge" and self.endpoints):
-            return
-        ttl = answer.max_age_s if answer.max_age_s is not None else self._ttl_s
-        if type(call.cache) is float:
-            ttl = call.cache
-        if ttl <= 0:
-            return
-        now = self.clock()
-        entry = Entry(answer=answer, stored_at=now, expires_at=now + ttl, nbytes=nbytes_of(answer.outputs))
         if call.job is not None and self.prefetcher is not None:
             self.prefetcher.stored(call.key, call.job)
-        for key, _ in self.cache.put(call.key, entry, now, reference=call.job is None):
+        for key, _ in self.cache.put(call.key, entry, self.clock(), reference=call.purpose == "demand"):
             if self.prefetcher is not None and self.prefetcher.holds(key):
                 self._lose_prefetch(key, "evicted")
 
@@ -333,42 +403,21 @@ class Engine:
                 outcome,
             )
 
-    def _notice_change(self, call: Call, answer: Answer) -> None:
-        """A model that was replaced on the server takes its cached answers and its description with it."""
+    def _notice_change(self, call: Call, answer: Answer) -> bool:
+        """Whether the model was replaced on the server: then its cached answers and its description are of another one."""
         identity = answer.digest or answer.version
         if not identity:
-            return
+            return False
         known = self._digests.get((answer.model, call.version))
         self._digests[(answer.model, call.version)] = identity
-        if known is not None and known != identity:
-            log.info("model %s changed on the server (%s → %s)", answer.model, known, identity)
-            for named in [key for key in self._metadata if self._metadata[key].name == answer.model]:
-                self._metadata.pop(named, None)
-            if self.cache is not None:
-                self.cache.invalidate(model=answer.model)
-
-    # --- for streaming.py ---
-
-    def prepare(self, call: Call) -> Flow[None]:
-        """Check the call's inputs against the model's description."""
-        self._prepare(call, (yield from self.describe(call)))
-
-    def reach(self, call: Call) -> Flow[tuple[Endpoint, ClientCodec]]:
-        """An endpoint that the breaker admits, and what it speaks. The caller tells its breaker how it went."""
-        endpoint = self._choose(0)
-        try:
-            return endpoint, (yield from self._codec(endpoint, call.deadline))
-        except BaseException:
-            endpoint.breaker.abandoned()
-            raise
-
-    def stream_ended(self, call: Call, error: MCPError | None) -> None:
-        """Count a stream as one request."""
-        if error is not None:
-            self._failed(call, error)
-            return
-        with self._lock:
-            self._sources["server"] += 1
+        if known is None or known == identity:
+            return False
+        log.info("model %s changed on the server (%s → %s)", answer.model, known, identity)
+        for named in [
+            name for name, metadata in tuple(self._metadata.items()) if metadata.name == answer.model
+        ]:
+            self._metadata.pop(named, None)
+        return True
 
     # --- what a server is and what it serves ---
 
@@ -378,12 +427,17 @@ class Engine:
         metadata = self._metadata.get(name)
         if metadata is not None:
             return metadata
+        missing = self._missing.get(name)
+        if missing is not None and self.clock() < missing[0]:
+            raise copy.copy(missing[1])
         if self.endpoints:
             try:
                 metadata, _ = yield from self._shared(("metadata", *name), call, self._ask_metadata)
                 self._metadata[name] = metadata
                 return metadata
             except MCPError as error:
+                if isinstance(error, NotFoundError):
+                    self._missing[name] = self.clock() + self._settings.not_found_s, error
                 if self.edge is None or not call.fallback or not _no_server_answered(error):
                     raise
                 server_error = error

@@ -17,7 +17,7 @@ Source = Literal["cache", "prefetch", "server", "edge", "stale"]
 class Answer:
     """A decoded response. Arrays are read-only. ``digest`` is ``sha256:…`` of the model file, if the server said so.
 
-    ``max_age_s`` and ``no_store`` come from ``Cache-Control``; ``None`` means that the server said nothing.
+    What follows it comes from ``Cache-Control``; ``None`` means that the server said nothing.
     """
 
     outputs: Mapping[str, Array]
@@ -27,6 +27,8 @@ class Answer:
     digest: str = ""
     max_age_s: float | None = None
     no_store: bool = False
+    stale_while_revalidate_s: float | None = None
+    stale_if_error_s: float | None = None
 
     @classmethod
     def of(cls, outputs: Mapping[str, Array], **rest: object) -> Answer:

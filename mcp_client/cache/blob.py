@@ -9,6 +9,7 @@ clock: the monotonic one means nothing to another process. Nothing is ever unpic
 
 from __future__ import annotations
 
+import math
 import struct
 from typing import Any
 
@@ -53,6 +54,11 @@ def encode(key: bytes, entry: Entry, *, now: float, wall: float) -> bytes:
         "max_age_s": answer.max_age_s,
         "stored_at": wall - (now - entry.stored_at),
         "expires_at": wall + (entry.expires_at - now),
+        # what never ends, or never was, is null: JSON has no infinity
+        "fresh_for": entry.fresh_until - entry.stored_at,
+        "revalidate_for": entry.revalidate_until - entry.stored_at,
+        "path": entry.path,
+        "session": entry.session,
         "size": sum(map(len, raws)),
         "tensors": [
             [name, datatype_of(array), list(array.shape), len(raw)]
@@ -110,12 +116,21 @@ def _read(text: memoryview, data: memoryview, flags: int, *, now: float, wall: f
         outputs[name] = array if array.flags.aligned else array.copy()  # behind a tensor of odd length
         at += size
     texts = {name: str(header[name]) for name in ("model", "version", "id", "digest")}
+    stored_at = now - (wall - header["stored_at"])
     return Entry(
         answer=Answer.of(outputs, **texts, max_age_s=header["max_age_s"]),
-        stored_at=now - (wall - header["stored_at"]),
+        stored_at=stored_at,
         expires_at=now + (header["expires_at"] - wall),
         nbytes=nbytes_of(outputs),
+        fresh_until=_after(stored_at, header["fresh_for"]),
+        revalidate_until=_after(stored_at, header["revalidate_for"], otherwise=-math.inf),
+        path=str(header["path"]),
+        session=str(header["session"]),
     )
+
+
+def _after(moment: float, seconds: float | None, otherwise: float = math.inf) -> float:
+    return otherwise if seconds is None else moment + float(seconds)
 
 
 def _digest(key: bytes, flags: int, text: bytes | memoryview, data: bytes | memoryview) -> bytes:

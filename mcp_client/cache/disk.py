@@ -14,14 +14,14 @@ import sqlite3
 import stat
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigurationError, MissingExtraError
 from .blob import DamagedEntryError, decode, encode
 from .guard import Guard
-from .memory import Entry
+from .memory import Entry, Selector
 
 try:
     import fcntl
@@ -90,6 +90,35 @@ class DiskTier:
 
     def invalidate(self, model: str, now: float) -> None:
         self._guard.use(now, lambda: self._store.evict(model), None)
+
+    def invalidate_where(self, matches: Selector, now: float) -> None:
+        """Drop what fits: every entry is read for it."""
+        self._guard.use(
+            now, lambda: self._remove_all([key for key, entry in self.entries(now) if matches(entry)]), None
+        )
+
+    def entries(self, now: float) -> Iterator[tuple[bytes, Entry]]:
+        """All readable entries, fresh or not; damaged ones are passed over."""
+        for key in self._store if self._store is not None else ():
+            blob = self._store.get(key)
+            if blob is not None:
+                with contextlib.suppress(DamagedEntryError):
+                    yield key, decode(key, blob, now=now, wall=self._wall())
+
+    def verify(self, now: float) -> tuple[int, list[bytes]]:
+        """How many entries are whole, and the keys of the damaged ones."""
+        whole, damaged = 0, []
+        for key in self._store if self._store is not None else ():
+            try:
+                decode(key, self._store.get(key) or b"", now=now, wall=self._wall())
+                whole += 1
+            except DamagedEntryError:
+                damaged.append(key)
+        return whole, damaged
+
+    def _remove_all(self, keys: Sequence[bytes]) -> None:
+        for key in keys:
+            self._store.delete(key)
 
     def clear(self, now: float) -> None:
         if self._store is not None:

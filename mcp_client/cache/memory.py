@@ -11,9 +11,14 @@ answers when it has more than its share or has outlived a whole turnover of the 
 
 from __future__ import annotations
 
+import math
 import threading
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
+
+from blake3 import blake3
 
 from .. import config
 from ..errors import InvalidInputError
@@ -31,21 +36,42 @@ _MOST_NOTED = 256  # hits between two looks of the policy at most: enough to mak
 class Entry:
     """An answer in the cache. Times are seconds of the monotonic clock.
 
-    ``nbytes`` is what its arrays truly hold; ``prefetched`` is for the owner to clear at the first use.
+    It is fresh until ``fresh_until``; until ``revalidate_until`` it may be handed out while a new one is fetched, and until
+    ``expires_at``, when it goes, if no server answers. ``nbytes`` is what its arrays truly hold; ``path`` and ``session`` are
+    those of the request that brought it.
     """
 
     answer: Answer
     stored_at: float
     expires_at: float
     nbytes: int
-    prefetched: bool = False
+    fresh_until: float = math.inf
+    revalidate_until: float = -math.inf
+    path: str = ""
+    session: str = ""
 
 
 Lost = tuple[bytes, Entry]
 
 
-@dataclass(frozen=True, slots=True)
-class CacheStats:
+class TierStats(NamedTuple):
+    """Of a tier behind memory: how often it had what memory lacked, had it not, and failed."""
+
+    hits: int
+    misses: int
+    failures: int
+
+
+class ModelStats(NamedTuple):
+    """Of one model: hits since the cache was made; entries, their bytes and the age of the oldest in seconds, now."""
+
+    hits: int
+    entries: int
+    bytes: int
+    oldest_s: float
+
+
+class CacheStats(NamedTuple):
     """What happened since the cache was made, and what it holds now.
 
     An entry that was asked for after it had expired counts as an expiration and as a miss.
@@ -57,6 +83,29 @@ class CacheStats:
     expirations: int
     entries: int
     bytes: int
+    tiers: Mapping[str, TierStats] = {}
+
+
+Selector = Callable[[Entry], bool]
+
+
+def session_tag(session: str) -> str:
+    """How an entry remembers whose request brought it: the id itself is nobody's business on a disk or in a store."""
+    return blake3(session.encode("utf-8", "surrogatepass")).hexdigest(length=10) if session else ""
+
+
+def selector(model: str | None, path: str | None, session: str | None) -> Selector:
+    """Which entries fit everything that is given."""
+    tag = None if session is None else session_tag(session)
+
+    def matches(entry: Entry) -> bool:
+        return (
+            (model is None or entry.answer.model == model)
+            and (path is None or entry.path == path)
+            and (tag is None or entry.session == tag)
+        )
+
+    return matches
 
 
 def _policy(settings: config.Cache) -> Policy[bytes]:
@@ -88,6 +137,7 @@ class MemoryCache:
         self._ahead: OrderedDict[bytes, int] = OrderedDict()
         self._ahead_bytes = 0
         self._bytes = 0
+        self._model_hits: Counter[str] = Counter()
         self._hits = self._misses = self._evictions = self._expirations = 0
 
     def get(self, key: bytes, now: float) -> Entry | None:
@@ -118,6 +168,7 @@ class MemoryCache:
                 self._misses += 1
                 return None
             self._hits += 1
+            self._model_hits[entry.answer.model] += 1
             if key in self._ahead:
                 del self._ahead[key]
                 self._ahead_bytes -= entry.nbytes
@@ -170,18 +221,30 @@ class MemoryCache:
                 self._ahead_bytes += entry.nbytes
         return lost
 
-    def invalidate(self, *, model: str | None = None, key: bytes | None = None) -> int:
-        """Drop a model's entries, or the one of a key; returns how many there were."""
-        if (model is None) == (key is None):
-            raise InvalidInputError("invalidate() takes model=… or key=…; clear() drops everything")
+    def invalidate(
+        self,
+        *,
+        model: str | None = None,
+        key: bytes | None = None,
+        path: str | None = None,
+        session: str | None = None,
+    ) -> int:
+        """Drop the entries of a model, or those that were fetched for a path or in a session (of several: those that fit
+        all), or the one of a fingerprint; returns how many there were.
+        """
+        if key is None and model is None and path is None and session is None:
+            raise InvalidInputError(
+                "invalidate() takes model=…, path=…, session=… or key=…; clear() drops everything"
+            )
         with self._lock:
             self._tell_policy()
             if key is not None:
                 keys = [key] if key in self._entries else []
             else:
-                # A scan, 0.2 s for a million entries: an index by model would cost every put more than all of
+                # A scan, 0.1 s for a million entries: an index by model would cost every put more than all of
                 # these rare calls together.
-                keys = [each for each, entry in self._entries.items() if entry.answer.model == model]
+                matches = selector(model, path, session)
+                keys = [each for each, entry in self._entries.items() if matches(entry)]
             for each in keys:
                 self._drop(each)
         return len(keys)
@@ -207,6 +270,23 @@ class MemoryCache:
                 bytes=self._bytes,
             )
 
+    def models(self, now: float) -> dict[str, ModelStats]:
+        """By model: hits, entries, bytes, age. Reads every entry."""
+        with self._lock:
+            self._tell_policy()
+            found = {model: ModelStats(hits, 0, 0, 0.0) for model, hits in self._model_hits.items()}
+            for entry in self._entries.values():
+                hits, entries, nbytes, oldest = found.get(entry.answer.model, ModelStats(0, 0, 0, 0.0))
+                found[entry.answer.model] = ModelStats(
+                    hits, entries + 1, nbytes + entry.nbytes, max(oldest, now - entry.stored_at)
+                )
+        return found
+
+    def entries(self) -> list[tuple[bytes, Entry]]:
+        """What is in memory now, in no order."""
+        with self._lock:
+            return list(self._entries.items())
+
     def __len__(self) -> int:
         return len(self._entries)
 
@@ -223,6 +303,10 @@ class MemoryCache:
             # Other threads may add to it meanwhile: those are for the next time.
             references = [noted.popleft() for _ in range(len(noted))]
             self._hits += len(references)
+            for key, _ in references:
+                entry = self._entries.get(key)
+                if entry is not None:
+                    self._model_hits[entry.answer.model] += 1
             self._policy.record(references)
 
     def _evict(self, now: float) -> Lost:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import time
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +11,7 @@ from ..errors import MissingExtraError
 from .blob import DamagedEntryError, decode, encode
 from .fingerprint import to_text
 from .guard import Guard
-from .memory import Entry
+from .memory import Entry, Selector
 
 # Beyond this a cache in the same data centre is broken, and asking the model is the better idea.
 _TIMEOUT_S = 0.25
@@ -94,6 +95,25 @@ class SharedTier:
 
         self._guard.use(now, work, None)
 
+    def invalidate_where(self, matches: Selector, now: float) -> None:
+        """Drop what fits: every entry of this prefix is read for it."""
+
+        def work() -> None:
+            for name in self._store.scan_iter(f"{self._prefix}:e:*"):
+                blob = self._store.get(name)
+                key = base64.b32decode(name.rpartition(b":")[2].upper())
+                if blob is not None and _fits(key, blob, matches, now, self._wall()):
+                    self._store.unlink(name)
+
+        self._guard.use(now, work, None)
+
+    def lead(self, key: bytes) -> bool:
+        """Always: machines don't wait for one another."""
+        return True
+
+    def land(self, key: bytes) -> None:
+        """Nothing is held."""
+
     def clear(self, now: float) -> None:
         def work() -> None:
             for name in self._store.scan_iter(f"{self._prefix}:*"):
@@ -109,3 +129,10 @@ class SharedTier:
 
     def _index(self, model: str) -> str:
         return f"{self._prefix}:m:{model}"
+
+
+def _fits(key: bytes, blob: bytes, matches: Selector, now: float, wall: float) -> bool:
+    try:
+        return matches(decode(key, blob, now=now, wall=wall))
+    except DamagedEntryError:
+        return True  # no loss

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterable, Mapping
 from email.utils import parsedate_to_datetime
 from http import HTTPStatus
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 from urllib.parse import quote, unquote
 
 from ..errors import InvalidInputError, ProtocolError, ServerError
@@ -199,28 +199,38 @@ def _http_date(value: str) -> float | None:
         return None
 
 
-def freshness(headers: Mapping[str, str]) -> tuple[float | None, bool]:
-    """``(max_age_s, no_store)`` by ``Cache-Control`` and ``Age`` (RFC 9111), read as a private cache.
+class Freshness(TypedDict):
+    """What ``Cache-Control`` says, as arguments of an ``Answer``; ``None`` where it says nothing."""
+
+    max_age_s: float | None
+    no_store: bool
+    stale_while_revalidate_s: float | None
+    stale_if_error_s: float | None
+
+
+def freshness(headers: Mapping[str, str]) -> Freshness:
+    """By ``Cache-Control`` and ``Age`` (RFC 9111) and its two extensions for stale answers (RFC 5861), read as a private cache.
 
     ``no-cache`` counts as ``no-store``: nothing here can revalidate. An unreadable ``max-age`` means stale
-    (4.2.1).
+    (4.2.1). ``must-revalidate`` rules stale answers out (5.2.2.2).
     """
-    value = headers.get("cache-control")
-    if value is None:
-        return None, False
-    max_age: float | None = None
-    for part in value.lower().split(","):
+    result = Freshness(max_age_s=None, no_store=False, stale_while_revalidate_s=None, stale_if_error_s=None)
+    directives: dict[str, float] = {}
+    for part in headers.get("cache-control", "").lower().split(","):
         name, _, argument = part.strip().partition("=")
         name, argument = name.strip(), argument.strip().strip('"')
         if name in ("no-store", "no-cache"):
-            return None, True
-        if name == "max-age":
-            seconds = float(argument) if re.fullmatch(r"\d{1,18}", argument) else 0.0
-            max_age = seconds if max_age is None else min(max_age, seconds)
-    age = headers.get("age", "").strip()
-    if max_age is not None and re.fullmatch(r"\d{1,18}", age):
-        max_age = max(0.0, max_age - float(age))
-    return max_age, False
+            return {**result, "no_store": True}
+        seconds = float(argument) if re.fullmatch(r"\d{1,18}", argument) else 0.0
+        directives[name] = min(seconds, directives.get(name, seconds))
+    if "max-age" in directives:
+        age = headers.get("age", "").strip()
+        passed = float(age) if re.fullmatch(r"\d{1,18}", age) else 0.0
+        result["max_age_s"] = max(0.0, directives["max-age"] - passed)
+    stale_allowed = "must-revalidate" not in directives
+    result["stale_while_revalidate_s"] = directives.get("stale-while-revalidate") if stale_allowed else 0.0
+    result["stale_if_error_s"] = directives.get("stale-if-error") if stale_allowed else 0.0
+    return result
 
 
 def response_hash(parts: Iterable[bytes | memoryview], *, content_type: str, model_id: str) -> str:

@@ -72,15 +72,13 @@ class McpV1Codec:
         outputs = {name: _tensor(tensor, f"output {name!r}") for name, tensor in tensors.items()}
         model, version = text_of(document, "model"), text_of(document, "version")
         check_answer(outputs, request, came_id=text_of(document, "id"))
-        max_age_s, no_store = freshness(response.headers)
         return Answer.of(
             outputs,
             model=model or request.model,
             version=version,
             id=request.id,
             digest=response.headers.get("x-model-digest", ""),
-            max_age_s=max_age_s,
-            no_store=no_store,
+            **freshness(response.headers),
         )
 
     def metadata(self, model: str, version: str) -> WireRequest:

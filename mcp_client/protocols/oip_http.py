@@ -86,15 +86,13 @@ class OipHttpCodec:
         header, raw = _unpack(response.body, response.headers, "the response")
         outputs = _read_tensors(header.get("outputs"), raw, "output")
         check_answer(outputs, request, came_id=text_of(header, "id"))
-        max_age_s, no_store = freshness(response.headers)
         return Answer.of(
             outputs,
             model=text_of(header, "model_name") or request.model,
             version=text_of(header, "model_version"),
             id=request.id,
             digest=response.headers.get("x-model-digest", ""),
-            max_age_s=max_age_s,
-            no_store=no_store,
+            **freshness(response.headers),
         )
 
     def metadata(self, model: str, version: str) -> WireRequest:

@@ -149,7 +149,22 @@ def test_an_error_carries_its_retry_after() -> None:
     ],
 )
 def test_cache_control(headers: dict[str, str], expected: tuple[float | None, bool]) -> None:
-    assert freshness(headers) == expected
+    said = freshness(headers)
+    assert (said["max_age_s"], said["no_store"]) == expected
+
+
+@pytest.mark.parametrize(
+    ("value", "revalidate", "on_error"),
+    [
+        ("max-age=60", None, None),
+        ("max-age=60, stale-while-revalidate=30, stale-if-error=600", 30.0, 600.0),
+        ("stale-if-error=x", None, 0.0),
+        ("max-age=60, stale-while-revalidate=30, must-revalidate", 0.0, 0.0),
+    ],
+)
+def test_cache_control_for_stale_answers(value: str, revalidate: float | None, on_error: float | None) -> None:
+    said = freshness({"cache-control": value})
+    assert (said["stale_while_revalidate_s"], said["stale_if_error_s"]) == (revalidate, on_error)
 
 
 @given(st.text(), st.text(), st.text(), st.sampled_from(["demand", "prefetch"]))
