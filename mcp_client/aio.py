@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from functools import cached_property
 from types import TracebackType
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from ._httpx import httpx
     from .edge.sync import SyncReport
     from .transports.grpc import AsyncGrpcTransport
+
+
+log = logging.getLogger("mcp_client")
 
 
 class AsyncMCPClient(BaseClient):
@@ -163,9 +167,21 @@ class AsyncMCPClient(BaseClient):
             self._prefetcher.finished(job, None, sent=False)
 
     def _start_job(self, job: Job) -> None:
-        task = asyncio.ensure_future(self._run_job(job))
+        self._start(self._run_job(job))
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    def _in_background(self, call: Call) -> None:
+        self._start(self._renew(call))
+
+    async def _renew(self, call: Call) -> None:
+        try:
+            await arun(self._engine.infer(call))
+        except MCPError as error:
+            log.debug("a stale entry could not be renewed: %s", error)
 
     async def _run_job(self, job: Job) -> None:
         assert self._prefetcher is not None

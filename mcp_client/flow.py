@@ -419,6 +419,29 @@ class Engine:
             self._metadata.pop(named, None)
         return True
 
+    # --- for streaming.py ---
+
+    def prepare(self, call: Call) -> Flow[None]:
+        """Check the call's inputs against the model's description."""
+        self._prepare(call, (yield from self.describe(call)))
+
+    def reach(self, call: Call) -> Flow[tuple[Endpoint, ClientCodec]]:
+        """An endpoint that the breaker admits, and what it speaks. The caller tells its breaker how it went."""
+        endpoint = self._choose(0)
+        try:
+            return endpoint, (yield from self._codec(endpoint, call.deadline))
+        except BaseException:
+            endpoint.breaker.abandoned()
+            raise
+
+    def stream_ended(self, call: Call, error: MCPError | None) -> None:
+        """Count a stream as one request."""
+        if error is not None:
+            self._failed(call, error)
+            return
+        with self._lock:
+            self._sources["server"] += 1
+
     # --- what a server is and what it serves ---
 
     def describe(self, call: Call) -> Flow[ModelMetadata]:
