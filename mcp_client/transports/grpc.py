@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
@@ -41,6 +42,15 @@ _IDLE_MS = 55_000
 # gRPC waits up to two minutes before it connects again, and fails every call meanwhile. How long a server is left alone is the
 # circuit breaker's business.
 _RECONNECT_MS = (50, 500)
+
+
+# gRPC makes up a status where no server gave one, and says so in its text alone (seen with 1.85).
+_MADE_UP = ("UNAVAILABLE", "CANCELLED", "UNKNOWN", "INTERNAL")
+_NO_ANSWER = re.compile(
+    r"failed to connect|resolv|resolution|stream removed|rst_stream|socket closed|recvmsg|connection (reset|refused|closed)"
+    r"|broken pipe|goaway|keepalive|transport closed|endpoint closing|channel closed",
+    re.IGNORECASE,
+)
 
 
 class _ForkGate:
@@ -142,19 +152,16 @@ class _Target:
         code: str = error.code().name
         details: str = error.details() or ""
         headers = _headers(error.initial_metadata()) | _headers(error.trailing_metadata())
-        # gRPC makes up a status where no server answered; it says so only here.
-        told_by_server = bool(headers) or "from peer" in (error.debug_error_string() or "")
-        if code == "DEADLINE_EXCEEDED" and not (told_by_server and time.monotonic() < deadline):
+        if code == "DEADLINE_EXCEEDED" and (not headers or time.monotonic() >= deadline):
             raise DeadlineExceededError(f"{self.url} did not answer before the deadline") from error
-        if not told_by_server:
-            if code == "RESOURCE_EXHAUSTED":
-                raise ProtocolError(
-                    f"the answer of {self.url} is over the limit: {details}; raise max_response_bytes if that is meant"
-                ) from error
-            if code in ("UNAVAILABLE", "CANCELLED", "UNKNOWN", "INTERNAL"):
-                raise ConnectionFailedError(
-                    f"no answer from {self.url}: {details}; does a gRPC server run there?"
-                ) from error
+        if code == "RESOURCE_EXHAUSTED" and "larger than max" in details and "CLIENT" in details:
+            raise ProtocolError(
+                f"the answer of {self.url} is over the limit: {details}; raise max_response_bytes if that is meant"
+            ) from error
+        if code in _MADE_UP and _NO_ANSWER.search(details):
+            raise ConnectionFailedError(
+                f"no answer from {self.url}: {details}; does a gRPC server run there?"
+            ) from error
         return WireResponse(STATUS_OF.get(code, 500), {**headers, GRPC_STATUS: code}, details.encode())
 
 
