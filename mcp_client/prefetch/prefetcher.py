@@ -108,6 +108,8 @@ class Prefetcher:
         self._threads: list[threading.Thread] = []
         self._etag: str | None = None
         self._profile_due = 0.0
+        self._under_way.clear()  # what the parent's threads were fetching is not under way in the child
+        self._scheduler.forget_in_flight()
 
     def locks(self) -> list[threading.Lock]:
         """What another thread may hold while this one forks."""

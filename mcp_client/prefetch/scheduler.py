@@ -190,6 +190,11 @@ class Scheduler:
         with self.lock:
             self._demand_in_flight -= 1
 
+    def forget_in_flight(self) -> None:
+        """In the child after a fork: what was under way is so in the parent only."""
+        with self.lock:
+            self._in_flight = self._demand_in_flight = 0
+
     def back_off(self, seconds: float, now: float) -> None:
         """The server is overloaded or slow: fetch nothing ahead for a while."""
         with self.lock:
