@@ -20,12 +20,12 @@ from .request import Parameter
 from .result import InferResult
 from .streaming import open_stream
 from .tensors import ModelMetadata
-from .transports.http import HttpTransport
 
 if TYPE_CHECKING:
     from ._httpx import httpx
     from .edge.sync import SyncReport
     from .transports.grpc import GrpcTransport
+    from .transports.http import HttpTransport
 
 
 log = logging.getLogger("mcp_client")
@@ -36,7 +36,8 @@ _MOST_RENEWALS = 4
 class MCPClient(BaseClient):
     """A client for applications that use threads. Safe to share between threads; usable in a child after ``fork``.
 
-    ``url``: ``http://host:port``, ``https://host:port``, ``grpc://host:port``, ``grpcs://host:port``, or ``edge:FOLDER`` to
+    ``url``: ``http://host:port``, ``https://host:port``, ``grpc://host:port``, ``grpcs://host:port``,
+    ``unix:///path`` (HTTP over a Unix socket), ``grpc+unix:///path``, or ``edge:FOLDER`` to
     run ONNX models here with no server at all.
 
     ``protocol``: ``auto`` finds out on first use whether the server speaks MCP's ``/v1/infer`` or the Open Inference
@@ -55,6 +56,8 @@ class MCPClient(BaseClient):
             return GrpcTransport(
                 url, headers=headers, max_response_bytes=max_response_bytes, client=http_client
             )
+        from .transports.http import HttpTransport  # late: an edge client needs no HTTP library
+
         return HttpTransport(url, headers=headers, max_response_bytes=max_response_bytes, client=http_client)
 
     def infer(

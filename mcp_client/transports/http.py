@@ -8,6 +8,8 @@ have no place between an inference client and its server, and cost more than a s
 from __future__ import annotations
 
 import asyncio
+import select
+import socket
 import time
 import zlib
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping
@@ -59,6 +61,51 @@ class _DeadlineStream(httpcore.NetworkStream):
         return self._stream.get_extra_info(info)
 
 
+class _UnixStream(httpcore.NetworkStream):
+    """A Unix socket, each operation bounded as above. (The library's own leaks the socket where nobody listens.)"""
+
+    def __init__(self, path: str, timeout: float) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._socket.settimeout(timeout)
+            self._socket.connect(path)
+        except OSError as error:
+            self._socket.close()
+            kind = httpcore.ConnectTimeout if isinstance(error, TimeoutError) else httpcore.ConnectError
+            raise kind(str(error)) from error
+
+    def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+        self._socket.settimeout(_left(timeout))
+        try:
+            return self._socket.recv(max_bytes)
+        except OSError as error:
+            kind = httpcore.ReadTimeout if isinstance(error, TimeoutError) else httpcore.ReadError
+            raise kind(str(error)) from error
+
+    def write(self, buffer: bytes, timeout: float | None = None) -> None:
+        view = memoryview(buffer)
+        try:
+            while view:
+                self._socket.settimeout(_left(timeout))
+                view = view[self._socket.send(view) :]
+        except OSError as error:
+            kind = httpcore.WriteTimeout if isinstance(error, TimeoutError) else httpcore.WriteError
+            raise kind(str(error)) from error
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def get_extra_info(self, info: str) -> Any:
+        """``is_readable`` is how the pool finds out that the server closed an idle connection."""
+        if info == "is_readable":
+            if self._socket.fileno() < 0:
+                return True
+            poll = select.poll()  # select() can't take descriptors over 1023
+            poll.register(self._socket, select.POLLIN)
+            return bool(poll.poll(0))
+        return self._socket if info == "socket" else None
+
+
 class _DeadlineBackend(httpcore.NetworkBackend):
     def __init__(self) -> None:
         self._backend = httpcore.SyncBackend()
@@ -77,7 +124,7 @@ class _DeadlineBackend(httpcore.NetworkBackend):
     def connect_unix_socket(
         self, path: str, timeout: float | None = None, socket_options: Any = None
     ) -> httpcore.NetworkStream:
-        return _DeadlineStream(self._backend.connect_unix_socket(path, _left(timeout), socket_options))
+        return _UnixStream(path, _left(timeout))
 
     def sleep(self, seconds: float) -> None:
         self._backend.sleep(seconds)
@@ -101,8 +148,9 @@ class _Origin:
     """What both transports share: the endpoint's address, the headers of every request, the limit of a response."""
 
     def __init__(self, url: str, headers: Mapping[str, str], max_response_bytes: int) -> None:
+        self.uds = _socket_path(url) if url.startswith("unix:") else None
         try:
-            parsed = httpx.URL(url)
+            parsed = httpx.URL(url if self.uds is None else "http://localhost")
         except httpx.InvalidURL as error:
             raise ConfigurationError(
                 f"{url!r} is not a URL: {error}; expected http://host:port or https://host:port"
@@ -113,7 +161,7 @@ class _Origin:
             raise ConfigurationError(
                 "credentials do not belong in the URL (they end up in logs); pass api_key=… or headers=…"
             )
-        self.url = str(parsed).rstrip("/")
+        self.url = str(parsed).rstrip("/") if self.uds is None else url
         self.prefix = parsed.raw_path.decode("ascii").rstrip("/")
         self.parts: dict[str, Any] = {
             "scheme": parsed.raw_scheme,
@@ -240,8 +288,16 @@ def _lower(headers: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
     return {name.decode("ascii", "replace").lower(): value.decode("latin-1") for name, value in headers}
 
 
-def _pool_options() -> dict[str, Any]:
+def _socket_path(url: str) -> str:
+    path = url.removeprefix("unix://")
+    if not path.startswith("/") or len(path) < 2:
+        raise ConfigurationError(f"{url!r} can't be used; expected unix:///path/to/the.sock")
+    return path
+
+
+def _pool_options(uds: str | None) -> dict[str, Any]:
     return {
+        "uds": uds,
         "ssl_context": httpx.create_ssl_context(),
         "max_connections": _MAX_CONNECTIONS,
         "max_keepalive_connections": _MAX_CONNECTIONS,
@@ -262,6 +318,10 @@ class HttpTransport:
     ) -> None:
         self._origin = _Origin(url, headers, max_response_bytes)
         self.url = self._origin.url
+        if client is not None and self._origin.uds is not None:
+            raise ConfigurationError(
+                "http_client is for http:// and https:// only: give it the socket itself"
+            )
         self._client = client
         self._pool: httpcore.ConnectionPool | None = None
         self.reset()
@@ -269,7 +329,9 @@ class HttpTransport:
     def reset(self) -> None:
         """Start with no connections; the old ones are left alone (after a fork they are the parent's)."""
         if self._client is None:
-            self._pool = httpcore.ConnectionPool(network_backend=_DeadlineBackend(), **_pool_options())
+            self._pool = httpcore.ConnectionPool(
+                network_backend=_DeadlineBackend(), **_pool_options(self._origin.uds)
+            )
 
     def send(self, wire: WireRequest, deadline: float) -> WireResponse:
         """One exchange, over by ``deadline`` (``time.monotonic()`` seconds)."""
@@ -322,6 +384,10 @@ class AsyncHttpTransport:
     ) -> None:
         self._origin = _Origin(url, headers, max_response_bytes)
         self.url = self._origin.url
+        if client is not None and self._origin.uds is not None:
+            raise ConfigurationError(
+                "http_client is for http:// and https:// only: give it the socket itself"
+            )
         self._client = client
         self.reset()
 
@@ -334,7 +400,7 @@ class AsyncHttpTransport:
         loop = asyncio.get_running_loop()
         known = self._pools.get(loop)
         if known is None:
-            pool = httpcore.AsyncConnectionPool(**_pool_options())
+            pool = httpcore.AsyncConnectionPool(**_pool_options(self._origin.uds))
             keeper = self._closing(loop, pool)
             known = self._pools[loop] = pool, keeper
             await anext(keeper)
