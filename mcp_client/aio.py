@@ -19,12 +19,12 @@ from .request import Parameter
 from .result import InferResult
 from .streaming import open_stream
 from .tensors import ModelMetadata
-from .transports.http import AsyncHttpTransport
 
 if TYPE_CHECKING:
     from ._httpx import httpx
     from .edge.sync import SyncReport
     from .transports.grpc import AsyncGrpcTransport
+    from .transports.http import AsyncHttpTransport
 
 
 log = logging.getLogger("mcp_client")
@@ -52,6 +52,8 @@ class AsyncMCPClient(BaseClient):
             return AsyncGrpcTransport(
                 url, headers=headers, max_response_bytes=max_response_bytes, client=http_client
             )
+        from .transports.http import AsyncHttpTransport  # late: an edge client needs no HTTP library
+
         return AsyncHttpTransport(
             url, headers=headers, max_response_bytes=max_response_bytes, client=http_client
         )
