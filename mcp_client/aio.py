@@ -21,7 +21,6 @@ from .streaming import open_stream
 from .tensors import ModelMetadata
 
 if TYPE_CHECKING:
-    from ._httpx import httpx
     from .edge.sync import SyncReport
     from .transports.grpc import AsyncGrpcTransport
     from .transports.http import AsyncHttpTransport
@@ -39,24 +38,14 @@ class AsyncMCPClient(BaseClient):
     def _tasks(self) -> set[asyncio.Task[None]]:
         return set()
 
-    def _transport(
-        self,
-        url: str,
-        headers: Mapping[str, str],
-        max_response_bytes: int,
-        http_client: httpx.AsyncClient | None,
-    ) -> AsyncHttpTransport | AsyncGrpcTransport:
+    def _transport(self, url: str, **options: Any) -> AsyncHttpTransport | AsyncGrpcTransport:
         if url.startswith("grpc"):
             from .transports.grpc import AsyncGrpcTransport
 
-            return AsyncGrpcTransport(
-                url, headers=headers, max_response_bytes=max_response_bytes, client=http_client
-            )
+            return AsyncGrpcTransport(url, **options)
         from .transports.http import AsyncHttpTransport  # late: an edge client needs no HTTP library
 
-        return AsyncHttpTransport(
-            url, headers=headers, max_response_bytes=max_response_bytes, client=http_client
-        )
+        return AsyncHttpTransport(url, **options)
 
     async def infer(
         self,

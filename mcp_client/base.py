@@ -20,6 +20,7 @@ from .cache.tiers import TieredCache, open_cache
 from .cache.ttl import TTLPolicy
 from .config import Cache, Prefetch, Retry, Telemetry
 from .effects import CacheOption, Call, Endpoint, ProtocolName
+from .endpoints import Endpoints, Site
 from .errors import ClientClosedError, ConfigurationError, InvalidInputError
 from .flow import Engine, fingerprint_of
 from .prefetch.prefetcher import Job, Prefetcher
@@ -43,7 +44,7 @@ class BaseClient(ABC):
 
     def __init__(
         self,
-        url: str,
+        url: str | Sequence[str],
         *,
         protocol: ProtocolName = "auto",
         model: str | None = None,
@@ -62,22 +63,25 @@ class BaseClient(ABC):
             raise ConfigurationError(f"protocol must be one of {', '.join(_PROTOCOLS)}; got {protocol!r}")
         self._timeout = _seconds("timeout", timeout)
         self._closed = False
-        edge_only = url.startswith("edge:")
+        urls = [url] if isinstance(url, str) else list(url)
+        if not urls or not all(isinstance(each, str) for each in urls):
+            raise ConfigurationError(f"url is a URL or a list of them; got {url!r}")
+        edge_only = urls[0].startswith("edge:")
         if edge_only:
-            edge = url.removeprefix("edge:") or edge
+            if len(urls) > 1:
+                raise ConfigurationError("'edge:' means no server at all; use edge='models/' beside URLs")
+            edge = urls[0].removeprefix("edge:") or edge
             if not edge:
                 raise ConfigurationError("'edge:' needs the folder of the models: MCPClient('edge:models/')")
         self._headers = dict(headers or {})
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
-        endpoints: list[Endpoint] = []
-        if not edge_only:
-            transport = self._transport(url, self._headers, max_response_bytes, http_client)
-            endpoints.append(
-                Endpoint(
-                    url=transport.url, transport=transport, protocol=protocol, codec=_codec(url, protocol)
-                )
-            )
+        options = {
+            "headers": self._headers,
+            "max_response_bytes": max_response_bytes,
+            "client": http_client,
+        }
+        sites = [self._site(each, protocol, options) for each in ([] if edge_only else dict.fromkeys(urls))]
         self._edge = _edge_runtime(edge) if edge is not None else None
         config = Telemetry(telemetry) if isinstance(telemetry, str) else telemetry
         self._telemetry = TelemetryPipe(config) if config is not None else None
@@ -93,7 +97,7 @@ class BaseClient(ABC):
                 fetch_profile=fetch_profile,
             )
         self._engine = Engine(
-            endpoints=endpoints,
+            endpoints=Endpoints(sites),
             cache=self._cache,
             settings=cache or Cache(),
             refresh=self._refresh,
@@ -193,9 +197,16 @@ class BaseClient(ABC):
     # --- for the two subclasses ---
 
     @abstractmethod
-    def _transport(
-        self, url: str, headers: Mapping[str, str], max_response_bytes: int, http_client: Any
-    ) -> Any: ...
+    def _transport(self, url: str, **options: Any) -> Any: ...
+
+    def _site(self, url: str, protocol: ProtocolName, options: dict[str, Any]) -> Site:
+        def make(address: str | None) -> Endpoint:
+            chosen = {"address": address} if address is not None else {}
+            transport = self._transport(url, **options, **chosen)
+            shown: str = transport.url if address is None else f"{transport.url} ({address})"
+            return Endpoint(url=shown, transport=transport, protocol=protocol, codec=_codec(url, protocol))
+
+        return Site.of(url, make, resolve=options["client"] is None)
 
     @abstractmethod
     def _issue(self, job: Job) -> None: ...
@@ -308,15 +319,14 @@ class BaseClient(ABC):
 
     def _locks(self) -> list[threading.Lock]:
         """Every lock that another thread may hold while this one forks."""
-        locks = [self._engine._lock]
+        locks = [self._engine._lock, *self._engine.servers.locks()]
         locks += [self._cache._lock] if self._cache is not None else []
         locks += self._prefetcher.locks() if self._prefetcher is not None else []
         return locks
 
     def _after_fork(self) -> None:
         self._engine.reset()
-        for endpoint in self._engine.endpoints:
-            endpoint.transport.reset()
+        self._engine.endpoints.reset()
         if self._prefetcher is not None:
             self._prefetcher.reset()
 
@@ -360,17 +370,14 @@ class BaseEdge:
         from ._httpx import httpx
         from .edge.sync import sync
 
-        endpoints = self._client._engine.endpoints
-        if not endpoints:
+        sites = self._client._engine.endpoints.sites
+        if not sites:
             raise ConfigurationError("this client has no server to sync models from")
-        if not endpoints[0].url.startswith("http"):
-            raise ConfigurationError(
-                f"models are downloaded over HTTP; {endpoints[0].url} can't be synced from"
-            )
+        url = next((site.url for site in sites if site.url.startswith("http")), None)
+        if url is None:
+            raise ConfigurationError(f"models are downloaded over HTTP; {sites[0].url} can't be synced from")
         with httpx.Client(headers=self._client._headers, timeout=self._client._timeout) as http:
-            return sync(
-                self._runtime.repository, endpoints[0].url, http=http, models=models, progress=progress
-            )
+            return sync(self._runtime.repository, url, http=http, models=models, progress=progress)
 
 
 def _codec(url: str, protocol: ProtocolName) -> ClientCodec | None:

@@ -22,7 +22,6 @@ from .streaming import open_stream
 from .tensors import ModelMetadata
 
 if TYPE_CHECKING:
-    from ._httpx import httpx
     from .edge.sync import SyncReport
     from .transports.grpc import GrpcTransport
     from .transports.http import HttpTransport
@@ -47,18 +46,14 @@ class MCPClient(BaseClient):
     ``http_client``: your own ``httpx.Client`` (proxies, auth, transports), which you close yourself.
     """
 
-    def _transport(
-        self, url: str, headers: Mapping[str, str], max_response_bytes: int, http_client: httpx.Client | None
-    ) -> HttpTransport | GrpcTransport:
+    def _transport(self, url: str, **options: Any) -> HttpTransport | GrpcTransport:
         if url.startswith("grpc"):
             from .transports.grpc import GrpcTransport
 
-            return GrpcTransport(
-                url, headers=headers, max_response_bytes=max_response_bytes, client=http_client
-            )
+            return GrpcTransport(url, **options)
         from .transports.http import HttpTransport  # late: an edge client needs no HTTP library
 
-        return HttpTransport(url, headers=headers, max_response_bytes=max_response_bytes, client=http_client)
+        return HttpTransport(url, **options)
 
     def infer(
         self,

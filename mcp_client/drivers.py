@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from .effects import Effect, Flight, Flow, Landing, Run, Send, Sleep, Wait
-from .errors import DeadlineExceededError
+from .effects import Close, Effect, Flight, Flow, Landing, Resolve, Run, Send, Sleep, Wait
+from .errors import ConnectionFailedError, DeadlineExceededError
 
 T = TypeVar("T")
 
@@ -47,6 +48,14 @@ def _perform(effect: Effect) -> Any:
         case Sleep():
             time.sleep(effect.seconds)
             return None
+        case Resolve():
+            try:
+                return _addresses(socket.getaddrinfo(effect.host, effect.port, type=socket.SOCK_STREAM))
+            except OSError as error:
+                raise _unknown_host(effect, error) from error
+        case Close():
+            effect.endpoint.transport.close()
+            return None
 
 
 async def arun(flow: Flow[T]) -> T:
@@ -80,6 +89,18 @@ async def _aperform(effect: Effect) -> Any:
         case Sleep():
             await asyncio.sleep(effect.seconds)
             return None
+        case Resolve():
+            loop = asyncio.get_running_loop()
+            try:
+                async with asyncio.timeout(effect.deadline - time.monotonic()):
+                    return _addresses(
+                        await loop.getaddrinfo(effect.host, effect.port, type=socket.SOCK_STREAM)
+                    )
+            except OSError as error:  # TimeoutError is one
+                raise _unknown_host(effect, error) from error
+        case Close():
+            await effect.endpoint.transport.close()
+            return None
 
 
 async def _landing(flight: Flight, deadline: float) -> Landing:
@@ -112,3 +133,12 @@ def _wait_too_long() -> DeadlineExceededError:
     return DeadlineExceededError(
         "an equal request was already under way, and no answer came before the deadline"
     )
+
+
+def _addresses(found: list[tuple[Any, ...]]) -> list[str]:
+    """Those of the first one's family: the other family's are other ways to the same servers."""
+    return list(dict.fromkeys(address[0] for family, _, _, _, address in found if family == found[0][0]))
+
+
+def _unknown_host(effect: Resolve, error: OSError) -> ConnectionFailedError:
+    return ConnectionFailedError(f"the host name {effect.host!r} could not be resolved: {error}")

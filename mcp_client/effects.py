@@ -14,6 +14,7 @@ from .prefetch.prefetcher import Job
 from .protocols import ClientCodec, WireRequest
 from .request import Parameter, Purpose, Request
 from .resilience.breaker import CircuitBreaker
+from .resilience.load import Load
 from .tensors import Array
 
 T = TypeVar("T")
@@ -54,14 +55,30 @@ class Run:
     deadline: float
 
 
-Effect = Send | Sleep | Wait | Run
+@dataclass(frozen=True, slots=True)
+class Resolve:
+    """Look a host name up; the outcome is the list of its addresses, of the family that the system prefers."""
+
+    host: str
+    port: int
+    deadline: float
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """Close the connections of an endpoint that is no more."""
+
+    endpoint: Endpoint
+
+
+Effect = Send | Sleep | Wait | Run | Resolve | Close
 Flow = Generator[Effect, Any, T]
 
 
 # --- state --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Endpoint:
     """One server: how to reach it, what it speaks once that is known, and how well it does."""
 
@@ -70,6 +87,9 @@ class Endpoint:
     protocol: ProtocolName
     codec: ClientCodec | None = None
     breaker: CircuitBreaker = field(default_factory=CircuitBreaker)
+    load: Load = field(default_factory=Load)
+    aside_until: float = 0.0  # it said that it is not ready, or asked for less
+    check_at: float = 0.0  # when its readiness is asked for again
 
 
 @dataclass(frozen=True, slots=True)

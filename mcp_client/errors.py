@@ -65,7 +65,12 @@ class ProtocolError(MCPError):
 
 
 class ConnectionFailedError(MCPError, ConnectionError):
-    """No server could be reached, or the connection broke before an answer came."""
+    """No server could be reached, or the connection broke before an answer came.
+
+    ``nothing_sent``: not even a connection was made, so the server can't have done anything.
+    """
+
+    nothing_sent: bool = False
 
 
 class DeadlineExceededError(MCPError, TimeoutError):
@@ -74,6 +79,8 @@ class DeadlineExceededError(MCPError, TimeoutError):
 
 class CircuitOpenError(ConnectionFailedError):
     """The endpoint failed repeatedly and is being left alone; nothing was sent."""
+
+    nothing_sent = True
 
 
 class ClientClosedError(MCPError, RuntimeError):

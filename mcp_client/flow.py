@@ -15,7 +15,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 from .cache.fingerprint import fingerprint
@@ -24,8 +24,8 @@ from .cache.memory import Entry, MemoryCache
 from .cache.tiers import TieredCache
 from .config import Cache
 from .effects import Call, Endpoint, Flight, Flow, Landing, Run, Send, Sleep, Wait
+from .endpoints import Endpoints
 from .errors import (
-    CircuitOpenError,
     ConnectionFailedError,
     DeadlineExceededError,
     EdgeError,
@@ -33,18 +33,15 @@ from .errors import (
     MCPError,
     NotFoundError,
     OverloadedError,
-    ProtocolError,
     RequestRejectedError,
     ServerError,
     listed,
 )
+from .exchanges import Exchanges
 from .prefetch.prefetcher import Prefetcher
 from .protocols import ClientCodec
-from .protocols.http_common import require_success
-from .protocols.mcp_v1 import McpV1Codec
-from .protocols.oip_http import OipHttpCodec
 from .request import Request
-from .resilience.retry import RetryPolicy, says_unhealthy
+from .resilience.retry import RetryPolicy
 from .result import Answer, InferResult, Source
 from .tensors import ModelMetadata, as_inputs
 
@@ -98,7 +95,7 @@ class Engine:
     def __init__(
         self,
         *,
-        endpoints: Sequence[Endpoint],
+        endpoints: Endpoints,
         cache: MemoryCache | None,
         settings: Cache,
         refresh: Callable[[Call], None],
@@ -109,7 +106,8 @@ class Engine:
         default_model: str,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.endpoints = tuple(endpoints)
+        self.endpoints = endpoints
+        self.servers = Exchanges(endpoints, retry, clock)
         self.cache = cache
         self.prefetcher = prefetcher
         self.events = events
@@ -118,7 +116,6 @@ class Engine:
         self.freshness = Freshness(settings)
         self._settings = settings
         self._refresh = refresh
-        self._retry = retry
         self._default_model = default_model
         self._lock = threading.Lock()
         self._metadata: dict[tuple[str, str], ModelMetadata] = {}
@@ -304,14 +301,8 @@ class Engine:
     def _ask_server(self, call: Call, deadline: float) -> Flow[Answer]:
         metadata = self._metadata.get((call.model, call.version))
 
-        def exchange(endpoint: Endpoint) -> Flow[Answer]:
-            codec = yield from self._codec(endpoint, deadline)
-            request = call.request()
-            response = yield Send(endpoint, codec.infer(request, metadata), deadline)
-            return codec.decode_infer(response, request)
-
         try:
-            answer = yield from self._with_retries(call, deadline, exchange, repeatable=call.cacheable)
+            answer = yield from self.servers.infer(call, metadata, deadline)
         except (NotFoundError, RequestRejectedError):
             # The model may have changed since it was described: ask again next time.
             self._metadata.pop((call.model, call.version), None)
@@ -426,21 +417,17 @@ class Engine:
         self._prepare(call, (yield from self.describe(call)))
 
     def reach(self, call: Call) -> Flow[tuple[Endpoint, ClientCodec]]:
-        """An endpoint that the breaker admits, and what it speaks. The caller tells its breaker how it went."""
-        endpoint = self._choose(0)
-        try:
-            return endpoint, (yield from self._codec(endpoint, call.deadline))
-        except BaseException:
-            endpoint.breaker.abandoned()
-            raise
+        """An endpoint for a stream, and what it speaks."""
+        return (yield from self.servers.reach(call))
 
-    def stream_ended(self, call: Call, error: MCPError | None) -> None:
-        """Count a stream as one request."""
-        if error is not None:
+    def stream_ended(self, call: Call, endpoint: Endpoint, error: BaseException | None) -> None:
+        """Count a stream as one request; one that the caller left early counts as nothing."""
+        self.servers.leave(endpoint, error)
+        if isinstance(error, MCPError):
             self._failed(call, error)
-            return
-        with self._lock:
-            self._sources["server"] += 1
+        elif error is None:
+            with self._lock:
+                self._sources["server"] += 1
 
     # --- what a server is and what it serves ---
 
@@ -480,7 +467,7 @@ class Engine:
 
     def _ask_metadata(self, call: Call) -> Flow[ModelMetadata]:
         def exchange(endpoint: Endpoint) -> Flow[ModelMetadata]:
-            codec = yield from self._codec(endpoint, call.deadline)
+            codec = yield from self.servers.codec(endpoint, call.deadline)
             model = call.model or self._default_model
             if not model:
                 names = codec.decode_models((yield Send(endpoint, codec.models(), call.deadline)))
@@ -492,115 +479,22 @@ class Engine:
             response = yield Send(endpoint, codec.metadata(model, call.version), call.deadline)
             return codec.decode_metadata(response)
 
-        return (yield from self._with_retries(call, call.deadline, exchange, repeatable=True))
+        return (yield from self.servers.with_retries(call, call.deadline, exchange, repeatable=True))
 
     def models(self, call: Call) -> Flow[list[str]]:
         """The names of the models that the server has."""
 
         def exchange(endpoint: Endpoint) -> Flow[list[str]]:
-            codec = yield from self._codec(endpoint, call.deadline)
+            codec = yield from self.servers.codec(endpoint, call.deadline)
             return codec.decode_models((yield Send(endpoint, codec.models(), call.deadline)))
 
-        return (yield from self._with_retries(call, call.deadline, exchange, repeatable=True))
+        return (yield from self.servers.with_retries(call, call.deadline, exchange, repeatable=True))
 
     def ready(self, call: Call) -> Flow[bool]:
         """Whether a server answers that it is ready, by the deadline."""
-        for endpoint in self.endpoints:
-            try:
-                codec = yield from self._codec(endpoint, call.deadline)
-                response = yield Send(endpoint, codec.ready(), call.deadline)
-                if codec.decode_ready(response):
-                    return True
-            except MCPError:
-                continue  # not ready is the answer, whatever the reason
-        return False
+        return (yield from self.servers.ready(call))
 
-    def _codec(self, endpoint: Endpoint, deadline: float) -> Flow[ClientCodec]:
-        """What the endpoint speaks, found out on first use.
-
-        A server may speak both. The Open Inference Protocol with binary tensors comes first, since JSON costs ten
-        times the bytes and time; then MCP's own protocol; then OIP in JSON.
-        """
-        if endpoint.codec is not None:
-            return endpoint.codec
-        mcp = McpV1Codec()
-        if endpoint.protocol == "mcp":
-            endpoint.codec = mcp
-            return mcp
-        oip = yield Send(endpoint, OipHttpCodec().server_metadata(), deadline)
-        _require_attention(oip)
-        binary = OipHttpCodec.offers_binary(oip)
-        if endpoint.protocol == "oip" or binary:
-            endpoint.codec = OipHttpCodec(binary=binary)
-            return endpoint.codec
-        answer = yield Send(endpoint, mcp.models(), deadline)
-        _require_attention(answer)
-        if answer.status == 200 and _holds(mcp.decode_models, answer):
-            endpoint.codec = mcp
-        elif oip.status == 200:
-            endpoint.codec = OipHttpCodec(binary=False)
-        else:
-            raise ProtocolError(
-                f"{endpoint.url} speaks neither the Open Inference Protocol (/v2: status {oip.status}) nor MCP "
-                f"(/v1/models: status {answer.status}); check the URL, or say which with protocol='oip' or protocol='mcp'"
-            )
-        return endpoint.codec
-
-    # --- the one retry loop, the one single flight ---
-
-    def _with_retries(
-        self, call: Call, deadline: float, exchange: Callable[[Endpoint], Flow[T]], *, repeatable: bool
-    ) -> Flow[T]:
-        """Run ``exchange`` against an endpoint until it answers, under one deadline. A prefetch is tried once."""
-        self._retry.call_started()
-        attempt = 0
-        while True:
-            endpoint = self._choose(attempt)
-            attempt += 1
-            call.attempts += 1
-            call.endpoint = endpoint.url
-            try:
-                outcome = yield from exchange(endpoint)
-            except MCPError as error:
-                now = self.clock()
-                if says_unhealthy(error):
-                    endpoint.breaker.failed(now)
-                elif isinstance(error, ServerError):
-                    endpoint.breaker.succeeded()
-                else:
-                    endpoint.breaker.abandoned()
-                if call.purpose == "prefetch":
-                    raise
-                pause = self._retry.pause_before(attempt + 1, error, repeatable=repeatable)
-                if pause is None or now + pause >= deadline:
-                    raise
-                log.debug(
-                    "request %s: attempt %d failed (%s); next in %.3f s", call.id, attempt, error, pause
-                )
-                yield Sleep(pause)
-            except BaseException:
-                endpoint.breaker.abandoned()
-                raise
-            else:
-                endpoint.breaker.succeeded()
-                return outcome
-
-    def _choose(self, attempt: int) -> Endpoint:
-        """The endpoint for this attempt: the first whose breaker admits it, starting at the next one on a retry."""
-        now = self.clock()
-        for offset in range(len(self.endpoints)):
-            endpoint = self.endpoints[(attempt + offset) % len(self.endpoints)]
-            if endpoint.breaker.admits(now):
-                return endpoint
-        if not self.endpoints:
-            raise InvalidInputError(
-                "this client has no server (it was made with 'edge:'); only the edge's models can be used"
-            )
-        soonest = min(endpoint.breaker.retry_in(now) for endpoint in self.endpoints)
-        urls = listed([endpoint.url for endpoint in self.endpoints])
-        raise CircuitOpenError(
-            f"{urls} failed repeatedly and is left alone; the next probe goes in {soonest:.1f} s"
-        )
+    # --- the one single flight ---
 
     def _shared(self, key: Any, call: Call, work: Callable[[Call], Flow[T]]) -> Flow[tuple[T, Flight | None]]:
         """Single flight: one call does the work, equal calls meanwhile wait for it and get the same.
@@ -646,20 +540,6 @@ class Engine:
 
 def fingerprint_of(request: Request) -> bytes:
     return fingerprint(request.model, request.version, request.inputs, request.outputs, request.parameters)
-
-
-def _require_attention(response: Any) -> None:
-    """Raise where a status says that asking about another protocol would be no use now."""
-    if response.status in (401, 403, 408, 429) or response.status >= 500:
-        require_success(response)
-
-
-def _holds(decode: Callable[[Any], Any], response: Any) -> bool:
-    try:
-        decode(response)
-    except MCPError:
-        return False
-    return True
 
 
 def _no_server_answered(error: MCPError) -> bool:

@@ -11,11 +11,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from .effects import Call, Endpoint, Flow
-from .errors import ConfigurationError, MCPError, ServerError
+from .errors import ConfigurationError, MCPError
 from .flow import Engine
 from .protocols import WireRequest, WireResponse
 from .request import Request
-from .resilience.retry import says_unhealthy
 from .result import InferResult
 
 
@@ -43,25 +42,16 @@ class StreamedCall:
     @contextmanager
     def accounted(self) -> Iterator[None]:
         """The stream's outcome for the breaker; its errors say where they happened."""
-        engine, breaker = self._engine, self._endpoint.breaker
+        engine, call, endpoint = self._engine, self._call, self._endpoint
         try:
             yield
         except MCPError as error:
-            if says_unhealthy(error):
-                breaker.failed(engine.clock())
-            elif isinstance(error, ServerError):
-                breaker.succeeded()
-            else:
-                breaker.abandoned()
-            engine.stream_ended(self._call, error)
-            raise error.at(
-                request_id=self._call.id, endpoint=self._endpoint.url, attempts=1
-            ) from error.__cause__
-        except BaseException:  # the caller has had enough
-            breaker.abandoned()
+            engine.stream_ended(call, endpoint, error)
+            raise error.at(request_id=call.id, endpoint=endpoint.url, attempts=1) from error.__cause__
+        except BaseException as reason:  # the caller has had enough
+            engine.stream_ended(call, endpoint, reason)
             raise
-        breaker.succeeded()
-        engine.stream_ended(self._call, None)
+        engine.stream_ended(call, endpoint, None)
 
 
 def open_stream(engine: Engine, call: Call) -> Flow[StreamedCall]:
@@ -69,8 +59,9 @@ def open_stream(engine: Engine, call: Call) -> Flow[StreamedCall]:
     yield from engine.prepare(call)
     endpoint, codec = yield from engine.reach(call)
     if not hasattr(codec, "stream"):
-        endpoint.breaker.abandoned()
-        raise ConfigurationError(
+        error = ConfigurationError(
             f"{endpoint.url} can't stream: only gRPC has streamed inference; use grpc://host:port"
         )
+        engine.stream_ended(call, endpoint, error)
+        raise error
     return StreamedCall(engine, call, endpoint, codec)

@@ -17,13 +17,15 @@ Buffer = bytes | memoryview
 class WireRequest:
     """One exchange to make. ``body`` is sent part by part, so that tensors need no joining.
 
-    Over gRPC ``path`` is the method's full name, ``headers`` its metadata and ``body`` the message.
+    Over gRPC ``path`` is the method's full name, ``headers`` its metadata and ``body`` the message. ``repeatable=False``: the
+    server would notice if it came twice.
     """
 
     method: str
     path: str
     headers: Mapping[str, str] = field(default_factory=dict)
     body: Sequence[Buffer] = ()
+    repeatable: bool = True
 
 
 @dataclass(frozen=True, slots=True)

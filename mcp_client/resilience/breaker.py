@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Literal
 
 
 class CircuitBreaker:
@@ -16,7 +17,7 @@ class CircuitBreaker:
         self._limit = failures
         self._first_open_s = open_s
         self._max_open_s = max_open_s
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
         self._in_a_row = 0
         self._open_s = open_s
         self._open_until: float | None = None
@@ -24,7 +25,7 @@ class CircuitBreaker:
 
     def admits(self, now: float) -> bool:
         """Whether a request may be sent. Where the circuit is half-open, ``True`` makes the caller the probe."""
-        with self._lock:
+        with self.lock:
             if self._open_until is None:
                 return True
             if now < self._open_until or self._probing:
@@ -32,20 +33,27 @@ class CircuitBreaker:
             self._probing = True
             return True
 
+    def state(self, now: float) -> Literal["closed", "open", "half-open"]:
+        """``half-open``: the next request that is admitted is the probe."""
+        with self.lock:
+            if self._open_until is None:
+                return "closed"
+            return "open" if now < self._open_until or self._probing else "half-open"
+
     def retry_in(self, now: float) -> float:
         """Seconds until the next probe may go (0: now)."""
-        with self._lock:
+        with self.lock:
             return max(0.0, self._open_until - now) if self._open_until is not None else 0.0
 
     def succeeded(self) -> None:
-        with self._lock:
+        with self.lock:
             self._in_a_row = 0
             self._open_s = self._first_open_s
             self._open_until = None
             self._probing = False
 
     def failed(self, now: float) -> None:
-        with self._lock:
+        with self.lock:
             self._in_a_row += 1
             if self._probing:
                 self._open_s = min(self._max_open_s, self._open_s * 2)
@@ -55,5 +63,5 @@ class CircuitBreaker:
 
     def abandoned(self) -> None:
         """The request was given up for a reason that says nothing of the endpoint (it was cancelled)."""
-        with self._lock:
+        with self.lock:
             self._probing = False

@@ -28,7 +28,7 @@ def is_retryable(error: MCPError, *, repeatable: bool) -> bool:
     if isinstance(error, (CircuitOpenError, DeadlineExceededError)):
         return False
     if isinstance(error, ConnectionFailedError):
-        return repeatable
+        return repeatable or error.nothing_sent
     return False
 
 
@@ -52,20 +52,26 @@ class RetryPolicy:
         self._config = config
         self._rng = rng or random.Random()
         self._tokens = self._BURST
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
 
     def call_started(self) -> None:
-        with self._lock:
+        with self.lock:
             self._tokens = min(self._BURST, self._tokens + self._config.budget)
+
+    def take(self) -> bool:
+        """Whether the budget allows one more request beside those that callers made; if so it is spent."""
+        with self.lock:
+            if self._tokens < 1:
+                return False
+            self._tokens -= 1
+            return True
 
     def pause_before(self, attempt: int, error: MCPError, *, repeatable: bool) -> float | None:
         """Seconds to wait before ``attempt`` (2, 3 …), or ``None``: don't try again."""
         if attempt > self._config.attempts or not is_retryable(error, repeatable=repeatable):
             return None
-        with self._lock:
-            if self._tokens < 1:
-                return None
-            self._tokens -= 1
+        if not self.take():
+            return None
         pause = self._rng.uniform(0, min(self._config.max_s, self._config.base_s * 2 ** (attempt - 1)))
         asked = error.retry_after_s if isinstance(error, ServerError) else None
         return max(pause, asked) if asked is not None else pause
