@@ -5,7 +5,7 @@
 
 from .aio import AsyncMCPClient, AsyncSession
 from .client import MCPClient, Session
-from .config import Cache, Prefetch, Retry, Telemetry
+from .config import TLS, Cache, Prefetch, Retry, Telemetry
 from .errors import (
     AuthenticationError,
     CircuitOpenError,
@@ -29,6 +29,7 @@ from .result import InferResult
 from .tensors import ModelMetadata, TensorSpec
 
 __all__ = [
+    "TLS",
     "AsyncMCPClient",
     "AsyncSession",
     "AuthenticationError",

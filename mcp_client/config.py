@@ -118,6 +118,30 @@ class Retry:
 
 
 @dataclass(frozen=True, slots=True)
+class TLS:
+    """How servers are trusted, and how this client proves who it is. Changed files count for the connections opened from then on.
+
+    ``ca``: PEM file (or folder) of the authorities to trust instead of the system's. ``cert``, ``key``: this client's own
+    certificate chain and key, for mutual TLS (``key`` may be in ``cert``'s file). ``min_version``: "1.2" or "1.3".
+    ``spiffe_id``: the URI that the server's certificate must name; it takes the place of the check of the host's name.
+    """
+
+    ca: str | os.PathLike[str] | None = None
+    cert: str | os.PathLike[str] | None = None
+    key: str | os.PathLike[str] | None = None
+    min_version: Literal["1.2", "1.3"] = "1.2"
+    spiffe_id: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.min_version not in ("1.2", "1.3"):
+            raise ConfigurationError(f'TLS(min_version=…) is "1.2" or "1.3"; got {self.min_version!r}')
+        if self.key is not None and self.cert is None:
+            raise ConfigurationError("TLS(key=…) needs the certificate that it belongs to: TLS(cert=…)")
+        if self.spiffe_id is not None and not self.spiffe_id.startswith("spiffe://"):
+            raise ConfigurationError(f"TLS(spiffe_id=…) starts with spiffe://; got {self.spiffe_id!r}")
+
+
+@dataclass(frozen=True, slots=True)
 class Telemetry:
     """Where events go (a Profile API) and how. No tensor data is ever sent; session ids are hashed before they are stored.
 

@@ -8,126 +8,28 @@ have no place between an inference client and its server, and cost more than a s
 from __future__ import annotations
 
 import asyncio
-import select
-import socket
+import logging
+import ssl
 import time
 import zlib
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 from .._httpx import httpcore, httpx
+from ..config import TLS
 from ..errors import ConfigurationError, ConnectionFailedError, DeadlineExceededError, MCPError, ProtocolError
 from ..protocols import WireRequest, WireResponse
+from .connections import AsyncBackend, Backend, Exchange, current
+from .credential import Credential
+from .tls import TlsContexts
+
+log = logging.getLogger("mcp_client.transports")
 
 # Connections unused for this long are closed rather than trusted: load balancers drop idle ones silently, the
 # commonest (AWS ALB) after 60 s.
 _KEEPALIVE_S = 55.0
 _MAX_CONNECTIONS = 128
-
-_deadline: ContextVar[float] = ContextVar("mcp_deadline")
-
-
-def _left(timeout: float | None) -> float:
-    """Seconds this socket operation may take: what is left of the call. Raises once nothing is."""
-    left = _deadline.get() - time.monotonic()
-    if left <= 0:
-        raise httpcore.ReadTimeout("deadline exceeded")
-    return left if timeout is None else min(left, timeout)
-
-
-class _DeadlineStream(httpcore.NetworkStream):
-    """Bounds every single read and write by the call's deadline, so that a server that drips bytes can't stretch it."""
-
-    def __init__(self, stream: httpcore.NetworkStream) -> None:
-        self._stream = stream
-
-    def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
-        return self._stream.read(max_bytes, _left(timeout))
-
-    def write(self, buffer: bytes, timeout: float | None = None) -> None:
-        self._stream.write(buffer, _left(timeout))
-
-    def close(self) -> None:
-        self._stream.close()
-
-    def start_tls(
-        self, ssl_context: Any, server_hostname: str | None = None, timeout: float | None = None
-    ) -> httpcore.NetworkStream:
-        return _DeadlineStream(self._stream.start_tls(ssl_context, server_hostname, _left(timeout)))
-
-    def get_extra_info(self, info: str) -> Any:
-        return self._stream.get_extra_info(info)
-
-
-class _UnixStream(httpcore.NetworkStream):
-    """A Unix socket, each operation bounded as above. (The library's own leaks the socket where nobody listens.)"""
-
-    def __init__(self, path: str, timeout: float) -> None:
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            self._socket.settimeout(timeout)
-            self._socket.connect(path)
-        except OSError as error:
-            self._socket.close()
-            kind = httpcore.ConnectTimeout if isinstance(error, TimeoutError) else httpcore.ConnectError
-            raise kind(str(error)) from error
-
-    def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
-        self._socket.settimeout(_left(timeout))
-        try:
-            return self._socket.recv(max_bytes)
-        except OSError as error:
-            kind = httpcore.ReadTimeout if isinstance(error, TimeoutError) else httpcore.ReadError
-            raise kind(str(error)) from error
-
-    def write(self, buffer: bytes, timeout: float | None = None) -> None:
-        view = memoryview(buffer)
-        try:
-            while view:
-                self._socket.settimeout(_left(timeout))
-                view = view[self._socket.send(view) :]
-        except OSError as error:
-            kind = httpcore.WriteTimeout if isinstance(error, TimeoutError) else httpcore.WriteError
-            raise kind(str(error)) from error
-
-    def close(self) -> None:
-        self._socket.close()
-
-    def get_extra_info(self, info: str) -> Any:
-        """``is_readable`` is how the pool finds out that the server closed an idle connection."""
-        if info == "is_readable":
-            if self._socket.fileno() < 0:
-                return True
-            poll = select.poll()  # select() can't take descriptors over 1023
-            poll.register(self._socket, select.POLLIN)
-            return bool(poll.poll(0))
-        return self._socket if info == "socket" else None
-
-
-class _DeadlineBackend(httpcore.NetworkBackend):
-    def __init__(self) -> None:
-        self._backend = httpcore.SyncBackend()
-
-    def connect_tcp(
-        self,
-        host: str,
-        port: int,
-        timeout: float | None = None,
-        local_address: str | None = None,
-        socket_options: Any = None,
-    ) -> httpcore.NetworkStream:
-        stream = self._backend.connect_tcp(host, port, _left(timeout), local_address, socket_options)
-        return _DeadlineStream(stream)
-
-    def connect_unix_socket(
-        self, path: str, timeout: float | None = None, socket_options: Any = None
-    ) -> httpcore.NetworkStream:
-        return _UnixStream(path, _left(timeout))
-
-    def sleep(self, seconds: float) -> None:
-        self._backend.sleep(seconds)
 
 
 class _Body(httpx.SyncByteStream, httpx.AsyncByteStream):
@@ -175,9 +77,10 @@ class _Origin:
             self.headers.append((b"Accept-Encoding", b"identity"))
         self.max_response_bytes = max_response_bytes
 
-    def core_request(self, wire: WireRequest) -> httpcore.Request:
+    def core_request(self, wire: WireRequest, token: str) -> httpcore.Request:
         headers = [
             *self.headers,
+            *_authorization(token),
             *((k.encode("ascii"), v.encode("latin-1")) for k, v in wire.headers.items()),
         ]
         content: Any = None
@@ -191,19 +94,25 @@ class _Origin:
         url = httpcore.URL(**self.parts, target=(self.prefix + wire.path).encode("ascii"))
         return httpcore.Request(wire.method, url, headers=headers, content=content)
 
-    def httpx_arguments(self, wire: WireRequest) -> dict[str, Any]:
+    def httpx_arguments(self, wire: WireRequest, token: str) -> dict[str, Any]:
         return {
             "method": wire.method,
             "url": self.url + wire.path,
             "headers": [
                 *self.headers[1:],
+                *_authorization(token),
                 *((k.encode("ascii"), v.encode("latin-1")) for k, v in wire.headers.items()),
             ],
             "content": b"".join(wire.body) or None,
+            "follow_redirects": False,  # they would carry the credentials along
         }
 
     def collector(self, headers: Mapping[str, str]) -> _Collector:
         return _Collector(self.max_response_bytes, headers)
+
+
+def _authorization(token: str) -> list[tuple[bytes, bytes]]:
+    return [(b"Authorization", b"Bearer " + token.encode("ascii"))] if token else []
 
 
 class _Collector:
@@ -265,11 +174,16 @@ def _our_errors(url: str, deadline: float) -> Iterator[None]:
     except (httpcore.TimeoutException, httpx.TimeoutException) as error:
         if time.monotonic() >= deadline - 0.001:
             raise DeadlineExceededError(f"{url} did not answer before the deadline") from error
-        raise ConnectionFailedError(f"{url} did not answer: {_words(error)}") from error
+        silent = ConnectionFailedError(f"{url} did not answer: {_words(error)}")
+        silent.nothing_sent = isinstance(error, (httpcore.ConnectTimeout, httpx.ConnectTimeout))
+        raise silent from error
     except (httpcore.NetworkError, httpx.NetworkError) as error:
-        raise ConnectionFailedError(
-            f"no connection to {url}: {_words(error)}; is the server running there?"
-        ) from error
+        advice = "is the server running there?"
+        if "CERTIFICATE_VERIFY_FAILED" in str(error):
+            advice = "its certificate is not trusted; TLS(ca=…) names a private authority"
+        failed = ConnectionFailedError(f"no connection to {url}: {_words(error)}; {advice}")
+        failed.nothing_sent = isinstance(error, (httpcore.ConnectError, httpx.ConnectError))
+        raise failed from error
     except (httpcore.RemoteProtocolError, httpx.RemoteProtocolError) as error:
         if "disconnected" in str(error) or "closed connection" in str(error) or "incomplete" in str(error):
             raise ConnectionFailedError(
@@ -278,6 +192,17 @@ def _our_errors(url: str, deadline: float) -> Iterator[None]:
         raise ProtocolError(f"{url} does not speak HTTP/1.1 correctly: {error}") from error
     except (httpcore.ProtocolError, httpcore.UnsupportedProtocol, httpx.HTTPError) as error:
         raise ProtocolError(f"the exchange with {url} failed: {_words(error)}") from error
+
+
+def _was_stale(exchange: Exchange, error: ConnectionFailedError) -> bool:
+    """Whether the server, or something on the way, had dropped the kept connection before it was used again.
+
+    Then the same request goes out again, on the next kept connection or a fresh one: each failure takes one out of the pool.
+    """
+    stale = exchange.repeatable and not exchange.fresh and not exchange.answered
+    if stale:
+        log.debug("a kept connection was dropped while it was idle: %s", error)
+    return stale
 
 
 def _words(error: Exception) -> str:
@@ -295,10 +220,14 @@ def _socket_path(url: str) -> str:
     return path
 
 
+# The pool insists on one and sets its protocols; what is used comes from TlsContexts, for each new connection.
+_UNUSED_CONTEXT = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+
+
 def _pool_options(uds: str | None) -> dict[str, Any]:
     return {
         "uds": uds,
-        "ssl_context": httpx.create_ssl_context(),
+        "ssl_context": _UNUSED_CONTEXT,
         "max_connections": _MAX_CONNECTIONS,
         "max_keepalive_connections": _MAX_CONNECTIONS,
         "keepalive_expiry": _KEEPALIVE_S,
@@ -315,8 +244,14 @@ class HttpTransport:
         headers: Mapping[str, str],
         max_response_bytes: int,
         client: httpx.Client | None = None,
+        address: str | None = None,
+        tls: TLS | None = None,
+        credential: Credential | None = None,
     ) -> None:
         self._origin = _Origin(url, headers, max_response_bytes)
+        self._address = address
+        self._tls = TlsContexts(tls)
+        self._credential = credential
         self.url = self._origin.url
         if client is not None and self._origin.uds is not None:
             raise ConfigurationError(
@@ -330,34 +265,50 @@ class HttpTransport:
         """Start with no connections; the old ones are left alone (after a fork they are the parent's)."""
         if self._client is None:
             self._pool = httpcore.ConnectionPool(
-                network_backend=_DeadlineBackend(), **_pool_options(self._origin.uds)
+                network_backend=Backend(self._tls, self._address), **_pool_options(self._origin.uds)
             )
 
     def send(self, wire: WireRequest, deadline: float) -> WireResponse:
         """One exchange, over by ``deadline`` (``time.monotonic()`` seconds)."""
-        token = _deadline.set(deadline)
-        try:
-            with _our_errors(self.url, deadline):
-                if self._client is not None:
-                    return self._send_with(self._client, wire, deadline)
-                assert self._pool is not None
-                request = self._origin.core_request(wire)
-                request.extensions["timeout"] = {"pool": max(0.0, deadline - time.monotonic())}
-                response = self._pool.handle_request(request)
-                try:
-                    headers = _lower(response.headers)
-                    collector = self._origin.collector(headers)
-                    for chunk in response.iter_stream():
-                        collector.add(chunk)
-                finally:
-                    response.close()
-                return WireResponse(response.status, headers, collector.body())
-        finally:
-            _deadline.reset(token)
+        if self._credential is None:
+            return self._send(wire, deadline, "")
+        token = self._credential.token()
+        response = self._send(wire, deadline, token)
+        if response.status == 401 and self._credential.renew(token):
+            response = self._send(wire, deadline, self._credential.token())
+        return response
 
-    def _send_with(self, client: httpx.Client, wire: WireRequest, deadline: float) -> WireResponse:
+    def _send(self, wire: WireRequest, deadline: float, token: str) -> WireResponse:
+        while True:
+            exchange = Exchange(deadline, wire.repeatable)
+            reset = current.set(exchange)
+            try:
+                with _our_errors(self.url, deadline):
+                    if self._client is not None:
+                        return self._send_with(self._client, wire, deadline, token)
+                    assert self._pool is not None
+                    request = self._origin.core_request(wire, token)
+                    request.extensions["timeout"] = {"pool": max(0.0, deadline - time.monotonic())}
+                    response = self._pool.handle_request(request)
+                    try:
+                        headers = _lower(response.headers)
+                        collector = self._origin.collector(headers)
+                        for chunk in response.iter_stream():
+                            collector.add(chunk)
+                    finally:
+                        response.close()
+                    return WireResponse(response.status, headers, collector.body())
+            except ConnectionFailedError as error:
+                if self._client is not None or not _was_stale(exchange, error):
+                    raise
+            finally:
+                current.reset(reset)
+
+    def _send_with(
+        self, client: httpx.Client, wire: WireRequest, deadline: float, token: str
+    ) -> WireResponse:
         left = max(0.001, deadline - time.monotonic())
-        with client.stream(**self._origin.httpx_arguments(wire), timeout=left) as response:
+        with client.stream(**self._origin.httpx_arguments(wire, token), timeout=left) as response:
             headers = _lower(response.headers.raw)
             collector = self._origin.collector(headers)
             for chunk in response.iter_raw():
@@ -381,8 +332,14 @@ class AsyncHttpTransport:
         headers: Mapping[str, str],
         max_response_bytes: int,
         client: httpx.AsyncClient | None = None,
+        address: str | None = None,
+        tls: TLS | None = None,
+        credential: Credential | None = None,
     ) -> None:
         self._origin = _Origin(url, headers, max_response_bytes)
+        self._address = address
+        self._tls = TlsContexts(tls)
+        self._credential = credential
         self.url = self._origin.url
         if client is not None and self._origin.uds is not None:
             raise ConfigurationError(
@@ -400,7 +357,9 @@ class AsyncHttpTransport:
         loop = asyncio.get_running_loop()
         known = self._pools.get(loop)
         if known is None:
-            pool = httpcore.AsyncConnectionPool(**_pool_options(self._origin.uds))
+            pool = httpcore.AsyncConnectionPool(
+                network_backend=AsyncBackend(self._tls, self._address), **_pool_options(self._origin.uds)
+            )
             keeper = self._closing(loop, pool)
             known = self._pools[loop] = pool, keeper
             await anext(keeper)
@@ -417,30 +376,52 @@ class AsyncHttpTransport:
             await pool.aclose()
 
     async def send(self, wire: WireRequest, deadline: float) -> WireResponse:
-        left = deadline - time.monotonic()
-        try:
-            async with asyncio.timeout(left):
-                with _our_errors(self.url, deadline):
-                    if self._client is not None:
-                        return await self._send_with(self._client, wire, left)
-                    response = await (await self._pool()).handle_async_request(
-                        self._origin.core_request(wire)
-                    )
-                    try:
-                        headers = _lower(response.headers)
-                        collector = self._origin.collector(headers)
-                        async for chunk in response.aiter_stream():
-                            collector.add(chunk)
-                    finally:
-                        await response.aclose()
-                    return WireResponse(response.status, headers, collector.body())
-        except DeadlineExceededError:
-            raise
-        except TimeoutError as error:
-            raise DeadlineExceededError(f"{self.url} did not answer before the deadline") from error
+        """As ``HttpTransport.send``. Cancelling the task cancels the exchange."""
+        credential = self._credential
+        if credential is None:
+            return await self._send(wire, deadline, "")
+        # The user's function may block: it runs in a thread.
+        token = credential.token() if credential.at_hand else await asyncio.to_thread(credential.token)
+        response = await self._send(wire, deadline, token)
+        if response.status == 401 and await asyncio.to_thread(credential.renew, token):
+            response = await self._send(wire, deadline, credential.token())
+        return response
 
-    async def _send_with(self, client: httpx.AsyncClient, wire: WireRequest, left: float) -> WireResponse:
-        async with client.stream(**self._origin.httpx_arguments(wire), timeout=left) as response:
+    async def _send(self, wire: WireRequest, deadline: float, token: str) -> WireResponse:
+        while True:
+            left = deadline - time.monotonic()
+            exchange = Exchange(deadline, wire.repeatable)
+            reset = current.set(exchange)
+            try:
+                async with asyncio.timeout(left):
+                    with _our_errors(self.url, deadline):
+                        if self._client is not None:
+                            return await self._send_with(self._client, wire, left, token)
+                        response = await (await self._pool()).handle_async_request(
+                            self._origin.core_request(wire, token)
+                        )
+                        try:
+                            headers = _lower(response.headers)
+                            collector = self._origin.collector(headers)
+                            async for chunk in response.aiter_stream():
+                                collector.add(chunk)
+                        finally:
+                            await response.aclose()
+                        return WireResponse(response.status, headers, collector.body())
+            except DeadlineExceededError:
+                raise
+            except TimeoutError as error:
+                raise DeadlineExceededError(f"{self.url} did not answer before the deadline") from error
+            except ConnectionFailedError as error:
+                if self._client is not None or not _was_stale(exchange, error):
+                    raise
+            finally:
+                current.reset(reset)
+
+    async def _send_with(
+        self, client: httpx.AsyncClient, wire: WireRequest, left: float, token: str
+    ) -> WireResponse:
+        async with client.stream(**self._origin.httpx_arguments(wire, token), timeout=left) as response:
             headers = _lower(response.headers.raw)
             collector = self._origin.collector(headers)
             async for chunk in response.aiter_raw():
