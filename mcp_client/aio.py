@@ -17,6 +17,7 @@ from .errors import MCPError
 from .prefetch.prefetcher import Job
 from .request import Parameter
 from .result import InferResult
+from .sharing import leave
 from .streaming import open_stream
 from .tensors import ModelMetadata
 
@@ -135,6 +136,7 @@ class AsyncMCPClient(BaseClient):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.to_thread(self._close_shared)
+        await arun(leave(self._engine.endpoints))
         for endpoint in self._engine.endpoints:
             await endpoint.transport.close()
 

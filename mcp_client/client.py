@@ -18,6 +18,7 @@ from .errors import MCPError
 from .prefetch.prefetcher import Job
 from .request import Parameter
 from .result import InferResult
+from .sharing import leave
 from .streaming import open_stream
 from .tensors import ModelMetadata
 
@@ -149,6 +150,7 @@ class MCPClient(BaseClient):
         if self._prefetcher is not None:
             self._prefetcher.close()
         self._close_shared()
+        run(leave(self._engine.endpoints))
         for endpoint in self._engine.endpoints:
             endpoint.transport.close()
 

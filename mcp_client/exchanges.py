@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, TypeVar
 
 from .effects import Call, Close, Endpoint, Flow, Resolve, Send, Sleep
@@ -24,6 +23,7 @@ from .protocols.mcp_v1 import McpV1Codec
 from .protocols.oip_http import OipHttpCodec
 from .resilience.retry import RetryPolicy, says_unhealthy
 from .result import Answer
+from .sharing import ask_once
 from .tensors import ModelMetadata
 
 log = logging.getLogger("mcp_client")
@@ -53,12 +53,7 @@ class Exchanges:
 
         def exchange(endpoint: Endpoint) -> Flow[Answer]:
             codec = yield from self.codec(endpoint, deadline)
-            request = call.request()
-            wire = codec.infer(request, metadata)
-            if not call.cacheable:
-                wire = replace(wire, repeatable=False)
-            response = yield Send(endpoint, wire, deadline)
-            return codec.decode_infer(response, request)
+            return (yield from ask_once(endpoint, codec, call.request(), metadata, deadline))
 
         return (yield from self.with_retries(call, deadline, exchange, repeatable=call.cacheable))
 

@@ -14,6 +14,7 @@ from mcp_client.tensors import ModelMetadata, TensorSpec
 
 from .routes_oip import SERVER_NAME, SERVER_VERSION
 from .service import Parsed, Reply, Service
+from .shared_memory import SharedMemory
 
 try:
     import grpc
@@ -27,7 +28,7 @@ except ImportError as missing:
 log = logging.getLogger("stub_server")
 
 # What Triton calls these extensions in its own ServerMetadata.
-EXTENSIONS = ("model_repository", "model_repository(unload_dependents)", "model_configuration", "statistics")
+EXTENSIONS = ("model_repository", "model_configuration", "statistics", "system_shared_memory")
 Handler = Callable[[bytes, Any], Awaitable[bytes]]
 
 
@@ -83,11 +84,15 @@ class _Routes:
         "RepositoryIndex",
         "RepositoryModelLoad",
         "RepositoryModelUnload",
+        "SystemSharedMemoryRegister",
+        "SystemSharedMemoryUnregister",
+        "SystemSharedMemoryStatus",
     )
 
     def __init__(self, service: Service) -> None:
         self._service = service
         self._models = service.models
+        self._memory = SharedMemory()
 
     def observed(self, name: str) -> Handler:
         """The method, with its errors answered as gRPC has them, and counted."""
@@ -114,8 +119,12 @@ class _Routes:
 
     async def _infer(self, message: bytes, headers: Mapping[str, str]) -> Reply:
         def parse() -> Parsed:
-            request = oip_grpc.parse_infer(message, headers)
-            return Parsed(request, lambda answer: (_CONTENT_TYPE, oip_grpc.format_infer(answer)))
+            memory = self._memory
+            incoming = oip_grpc.parse_infer(message, headers, memory.read)
+            return Parsed(
+                incoming.request,
+                lambda answer: (_CONTENT_TYPE, oip_grpc.format_infer(answer, incoming.places, memory.write)),
+            )
 
         return await self._service.infer("oip-grpc", headers, parse)
 
@@ -208,6 +217,23 @@ class _Routes:
     async def RepositoryModelUnload(self, message: bytes, context: Any) -> bytes:
         self._models.unload(_read(pb.RepositoryModelUnloadRequest, message).model_name)
         return bytes(pb.RepositoryModelUnloadResponse().SerializeToString())
+
+    async def SystemSharedMemoryRegister(self, message: bytes, context: Any) -> bytes:
+        asked = _read(pb.SystemSharedMemoryRegisterRequest, message)
+        self._memory.register(asked.name, asked.key, asked.offset, asked.byte_size)
+        return bytes(pb.SystemSharedMemoryRegisterResponse().SerializeToString())
+
+    async def SystemSharedMemoryUnregister(self, message: bytes, context: Any) -> bytes:
+        self._memory.unregister(_read(pb.SystemSharedMemoryUnregisterRequest, message).name)
+        return bytes(pb.SystemSharedMemoryUnregisterResponse().SerializeToString())
+
+    async def SystemSharedMemoryStatus(self, message: bytes, context: Any) -> bytes:
+        told = pb.SystemSharedMemoryStatusResponse()
+        for region in self._memory.status(_read(pb.SystemSharedMemoryStatusRequest, message).name):
+            entry = told.regions[region.name]
+            entry.name, entry.key = region.name, region.key
+            entry.offset, entry.byte_size = region.offset, region.size
+        return bytes(told.SerializeToString())
 
 
 _CONTENT_TYPE = {"Content-Type": "application/grpc"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -35,6 +35,19 @@ class WireResponse:
     status: int
     headers: Mapping[str, str]
     body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """The tensors of one request that lie in a region of shared memory: offset and size in bytes by name.
+
+    ``outputs`` names every output that is wanted; ``None`` for one that comes in the message. ``read`` copies bytes out.
+    """
+
+    region: str
+    inputs: Mapping[str, tuple[int, int]]
+    outputs: Mapping[str, tuple[int, int] | None]
+    read: Callable[[int, int], bytes]
 
 
 class ClientCodec(Protocol):

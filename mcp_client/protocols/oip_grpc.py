@@ -7,8 +7,9 @@ copies them. Typed ``contents`` are read too (MLServer and KServe answer with th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -16,7 +17,7 @@ from ..errors import InvalidInputError, MissingExtraError, ProtocolError, Server
 from ..request import Parameter, Request
 from ..result import Answer
 from ..tensors import Array, ModelMetadata, TensorSpec, datatype_of, element_count, to_raw, wire_dtype
-from . import Buffer, WireRequest, WireResponse
+from . import Buffer, Shared, WireRequest, WireResponse
 from .documents import check_answer, least
 from .http_common import freshness, read_context, request_headers, retry_after
 from .json_tensors import ShapeError, datatype_named, tensor_from_raw
@@ -107,6 +108,25 @@ class OipGrpcCodec:
         body = b"".join(inner)  # one, unless a sender split it, which means to merge them
         answer = _read_answer(body, response.headers, request)
         return answer if answer.outputs or not _is_final(body) else None
+
+    # Triton's extension for system shared memory; sharing.py decides when.
+
+    def register(self, region: str, size: int) -> WireRequest:
+        return _ask(
+            "SystemSharedMemoryRegister",
+            pb.SystemSharedMemoryRegisterRequest(name=region, key=f"/{region}", byte_size=size),
+        )
+
+    def unregister(self, region: str) -> WireRequest:
+        return _ask("SystemSharedMemoryUnregister", pb.SystemSharedMemoryUnregisterRequest(name=region))
+
+    def infer_shared(self, request: Request, shared: Shared) -> WireRequest:
+        """As ``infer``, with tensors in shared memory."""
+        return WireRequest("POST", _INFER, _lower(request_headers(request)), _write_request(request, shared))
+
+    def decode_shared(self, response: WireResponse, request: Request, shared: Shared) -> Answer:
+        require_success(response)
+        return _read_answer(response.body, response.headers, request, shared)
 
     def metadata(self, model: str, version: str) -> WireRequest:
         return _ask("ModelMetadata", pb.ModelMetadataRequest(name=_named(model), version=version))
@@ -280,7 +300,7 @@ def _write_raw(field: int, arrays: Iterable[Array]) -> list[Buffer]:
     return parts
 
 
-def _write_request(request: Request) -> tuple[Buffer, ...]:
+def _write_request(request: Request, shared: Shared | None = None) -> tuple[Buffer, ...]:
     message = pb.ModelInferRequest(
         model_name=_named(request.model), model_version=request.version, id=request.id
     )
@@ -291,11 +311,40 @@ def _write_request(request: Request) -> tuple[Buffer, ...]:
     if request.timeout_ms is not None:
         # Triton reads it as microseconds
         message.parameters["timeout"].int64_param = max(1, int(request.timeout_ms * 1000))
+    lying = shared.inputs if shared is not None else {}
     for name, array in request.inputs.items():
-        message.inputs.add(name=name, datatype=datatype_of(array), shape=array.shape)
-    for name in request.outputs:
-        message.outputs.add(name=name)
-    return (message.SerializeToString(), *_write_raw(_RAW_INPUTS, request.inputs.values()))
+        tensor = message.inputs.add(name=name, datatype=datatype_of(array), shape=array.shape)
+        if shared is not None and name in lying:
+            _write_place(tensor.parameters, shared.region, lying[name])
+    wanted = shared.outputs if shared is not None and shared.outputs else dict.fromkeys(request.outputs)
+    for name, place in wanted.items():
+        output = message.outputs.add(name=name)
+        if shared is not None and place is not None:
+            _write_place(output.parameters, shared.region, place)
+    sent = [array for name, array in request.inputs.items() if name not in lying]
+    return (message.SerializeToString(), *_write_raw(_RAW_INPUTS, sent))
+
+
+_REGION, _SIZE, _OFFSET = "shared_memory_region", "shared_memory_byte_size", "shared_memory_offset"
+
+
+def _write_place(target: Any, region: str, place: tuple[int, int]) -> None:
+    offset, size = place
+    write_parameters(target, {_REGION: region, _SIZE: size})
+    if offset:
+        write_parameters(target, {_OFFSET: offset})
+
+
+def _read_place(tensor: Any, what: str) -> tuple[str, int, int] | None:
+    """Region, offset and size of a tensor in shared memory; ``None`` for one in the message."""
+    if _REGION not in tensor.parameters:
+        return None
+    parameters = _read_parameters(tensor.parameters, what)
+    region, size = parameters[_REGION], parameters.get(_SIZE)
+    offset = parameters.get(_OFFSET, 0)
+    if not (isinstance(region, str) and type(size) is int and type(offset) is int and size >= 0 <= offset):
+        raise ProtocolError(f"{what}: a shared memory region needs its name, a byte size and an offset ≥ 0")
+    return region, offset, size
 
 
 def write_parameters(target: Any, parameters: Mapping[str, Parameter]) -> None:
@@ -327,21 +376,45 @@ def _read_parameters(source: Any, what: str) -> dict[str, Parameter]:
     return parameters
 
 
-def _read_tensors(tensors: Sequence[Any], raw: list[memoryview], kind: str) -> dict[str, Array]:
-    if raw and len(raw) != len(tensors):
+Read = Callable[[str, int, int], Buffer]  # bytes of a region: name, offset, size
+
+
+def _read_tensors(
+    tensors: Sequence[Any],
+    raw: list[memoryview],
+    kind: str,
+    places: Mapping[str, tuple[str, int, int]],
+    read: Read | None,
+) -> dict[str, Array]:
+    """``places``: region, offset and size of the tensors that lie in shared memory."""
+    inside = [tensor.name not in places for tensor in tensors]
+    numbers = list(range(len(tensors)))
+    if raw and len(raw) == sum(inside):  # a sender may leave out what is in shared memory
+        numbers = [number - 1 for number in itertools.accumulate(inside)]
+    elif len(raw) not in (0, len(tensors)):
         raise ProtocolError(f"{len(tensors)} {kind}s, but raw contents of {len(raw)}")
     arrays: dict[str, Array] = {}
-    for index, tensor in enumerate(tensors):
+    for tensor, number in zip(tensors, numbers, strict=True):
         name = tensor.name
         what = f"{kind} {name!r}"
         if name in arrays:
             raise ProtocolError(f"{what} comes twice")
         datatype = datatype_named(tensor.datatype, what)
         shape = tuple(tensor.shape)
-        if raw:
+        if name in places:
+            assert read is not None
+            region, offset, size = places[name]
+            needed = element_count(shape, what) * wire_dtype(datatype, what).itemsize
+            if datatype != "BYTES" and needed > size:
+                raise ShapeError(
+                    f"{what}: {datatype} {list(shape)} takes {needed} bytes; its place in shared memory has {size}"
+                )
+            taken = size if datatype == "BYTES" else needed
+            arrays[name] = tensor_from_raw(read(region, offset, taken), datatype, shape, what=what)
+        elif raw:
             if tensor.HasField("contents"):
                 raise ProtocolError(f"{what} has both raw and typed contents")
-            arrays[name] = tensor_from_raw(raw[index], datatype, shape, what=what)
+            arrays[name] = tensor_from_raw(raw[number], datatype, shape, what=what)
         else:
             arrays[name] = _from_contents(tensor.contents, datatype, shape, what)
     return arrays
@@ -372,10 +445,21 @@ def _from_contents(contents: Any, datatype: str, shape: tuple[int, ...], what: s
     return array
 
 
-def _read_answer(body: bytes, headers: Mapping[str, str], request: Request) -> Answer:
+def _read_answer(
+    body: bytes, headers: Mapping[str, str], request: Request, shared: Shared | None = None
+) -> Answer:
     head, raw = _split(body, _RAW_OUTPUTS, "the response")
     told = _parse(pb.ModelInferResponse, head, "the response")
-    outputs = _read_tensors(told.outputs, raw, "output")
+    if shared is None:
+        outputs = _read_tensors(told.outputs, raw, "output", {}, None)
+    else:
+        places = {
+            name: (shared.region, *place) for name, place in shared.outputs.items() if place is not None
+        }
+        copy = shared.read
+        outputs = _read_tensors(
+            told.outputs, raw, "output", places, lambda _, offset, size: copy(offset, size)
+        )
     check_answer(outputs, request, came_id=told.id)
     return Answer.of(
         outputs,
@@ -404,15 +488,29 @@ def _read_specs(specs: Iterable[Any], what: str) -> tuple[TensorSpec, ...]:
 # --- the server's side --------------------------------------------------------------------------------------
 
 
-def parse_infer(body: bytes, headers: Mapping[str, str]) -> Request:
-    """The request that a message and its metadata (lower case) make; ``ServerError`` 400 if they make none."""
+class Incoming(NamedTuple):
+    """A parsed inference. ``places``: region, offset and size of the outputs that are wanted in shared memory."""
+
+    request: Request
+    places: Mapping[str, tuple[str, int, int]]
+
+
+def parse_infer(body: bytes, headers: Mapping[str, str], read: Read | None = None) -> Incoming:
+    """The request that a message and its metadata (lower case) make; ``ServerError`` 400 if they make none.
+
+    ``read`` gives the bytes of a region of shared memory, for a server that has them.
+    """
     context = read_context(headers)
     try:
         head, raw = _split(body, _RAW_INPUTS, "the request")
         told = _parse(pb.ModelInferRequest, head, "the request")
         if not told.inputs:
             raise ProtocolError("a request must have at least one input")
-        inputs = _read_tensors(told.inputs, raw, "input")
+        places = _places(told.inputs, "input")
+        wanted = _places(told.outputs, "output")
+        if (places or wanted) and read is None:
+            raise ProtocolError("this server has no shared memory")
+        inputs = _read_tensors(told.inputs, raw, "input", places, read)
         parameters = _read_parameters(told.parameters, "the request")
         priority, timeout = _whole(parameters, "priority"), _whole(parameters, "timeout")
         for output in told.outputs:
@@ -421,7 +519,7 @@ def parse_infer(body: bytes, headers: Mapping[str, str]) -> Request:
     except ProtocolError as error:
         code = "shape_mismatch" if isinstance(error, ShapeError) else "malformed_request"
         raise ServerError.of(400, error.message, code=code) from error
-    return Request(
+    request = Request(
         model=told.model_name,
         version=told.model_version,
         inputs=inputs,
@@ -436,6 +534,12 @@ def parse_infer(body: bytes, headers: Mapping[str, str]) -> Request:
         ),  # 0: no timeout, as in Triton
         purpose=context.purpose,
     )
+    return Incoming(request, wanted)
+
+
+def _places(tensors: Iterable[Any], kind: str) -> dict[str, tuple[str, int, int]]:
+    found = {tensor.name: _read_place(tensor, f"{kind} {tensor.name!r}") for tensor in tensors}
+    return {name: place for name, place in found.items() if place is not None}
 
 
 def _whole(parameters: dict[str, Parameter], name: str) -> int | None:
@@ -445,12 +549,35 @@ def _whole(parameters: dict[str, Parameter], name: str) -> int | None:
     return value
 
 
-def format_infer(answer: Answer) -> tuple[Buffer, ...]:
-    """The parts of the ``ModelInferResponse`` of an answer."""
+def format_infer(
+    answer: Answer,
+    places: Mapping[str, tuple[str, int, int]] | None = None,
+    write: Callable[[str, int, Buffer], None] | None = None,
+) -> tuple[Buffer, ...]:
+    """The parts of the ``ModelInferResponse`` of an answer; outputs with a place go there by ``write``."""
     message = pb.ModelInferResponse(model_name=answer.model, model_version=answer.version, id=answer.id)
+    sent: list[Array] = []
     for name, array in answer.outputs.items():
-        message.outputs.add(name=name, datatype=datatype_of(array), shape=array.shape)
-    return (message.SerializeToString(), *_write_raw(_RAW_OUTPUTS, answer.outputs.values()))
+        tensor = message.outputs.add(name=name, datatype=datatype_of(array), shape=array.shape)
+        if places and name in places:
+            assert write is not None
+            region, offset, room = places[name]
+            raw = to_raw(array)
+            if len(raw) > room:
+                raise ServerError.of(
+                    400,
+                    f"output {name!r} takes {len(raw)} bytes; its place in shared memory region {region!r} has {room}",
+                    code="shared_memory_too_small",
+                )
+            write(region, offset, raw)
+            _write_place(tensor.parameters, region, (offset, len(raw)))
+            sent.append(_NOTHING)  # as Triton: an empty entry, so that the rest keep their numbers
+        else:
+            sent.append(array)
+    return (message.SerializeToString(), *_write_raw(_RAW_OUTPUTS, sent))
+
+
+_NOTHING = np.empty(0, np.uint8)
 
 
 def in_stream(response: bytes) -> bytes:

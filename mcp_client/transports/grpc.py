@@ -25,6 +25,7 @@ from ..errors import (
 )
 from ..protocols import WireRequest, WireResponse
 from ..protocols.oip_grpc import GRPC_STATUS, MAX_MESSAGE_BYTES, STATUS_OF
+from .ipc import Arena
 
 # gRPC reads this once, at import. With it gRPC stops its threads before a fork and starts afresh in the child, provided that no
 # thread is inside a call at that moment (`_ForkGate`); without it, or otherwise, every call in the child hangs.
@@ -117,6 +118,7 @@ class _Target:
 
     def __init__(self, url: str, headers: Mapping[str, str], max_response_bytes: int) -> None:
         self.url, self.address, self.secure = _parse(url)
+        self.arena = Arena.for_address(self.address)
         self.metadata = tuple(_pair(name, value) for name, value in headers.items())
         self.options = [
             ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -211,6 +213,7 @@ class GrpcTransport:
         _no_http_client(client)
         self._target = _Target(url, headers, max_response_bytes)
         self.url = self._target.url
+        self.arena = self._target.arena
         self.reset()
 
     def reset(self) -> None:
@@ -218,6 +221,8 @@ class GrpcTransport:
         self._lock = threading.Lock()
         self._channel: Any = None
         self._methods: dict[str, Any] = {}
+        if self.arena is not None:
+            self.arena.reset()
 
     def _connect(self) -> Any:
         """The channel, opened at the first call: before that a process may fork without a thought."""
@@ -264,6 +269,8 @@ class GrpcTransport:
             call.cancel()
 
     def close(self) -> None:
+        if self.arena is not None:
+            self.arena.close()
         with self._lock:
             if self._channel is not None:
                 self._channel.close()
@@ -278,10 +285,13 @@ class AsyncGrpcTransport:
         _no_http_client(client)
         self._target = _Target(url, headers, max_response_bytes)
         self.url = self._target.url
+        self.arena = self._target.arena
         self.reset()
 
     def reset(self) -> None:
         self._channels: dict[asyncio.AbstractEventLoop, tuple[Any, AsyncGenerator[None, None]]] = {}
+        if self.arena is not None:
+            self.arena.reset()
 
     async def _channel(self) -> Any:
         loop = asyncio.get_running_loop()
@@ -340,6 +350,8 @@ class AsyncGrpcTransport:
 
     async def close(self) -> None:
         """Close this loop's channel; those of other loops go with their loops."""
+        if self.arena is not None:
+            self.arena.close()
         known = self._channels.get(asyncio.get_running_loop())
         if known is not None:
             await known[1].aclose()

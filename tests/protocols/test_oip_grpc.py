@@ -109,7 +109,7 @@ def test_a_request_arrives_as_it_was_sent(
         "m", inputs, "3", tuple(outputs), parameters, id="r", session="s ü", path="/a%b", priority=priority
     )
     wire = CODEC.infer(request, None)
-    came = oip_grpc.parse_infer(joined(wire.body), wire.headers)
+    came = oip_grpc.parse_infer(joined(wire.body), wire.headers).request
     assert wire.path == "/inference.GRPCInferenceService/ModelInfer"
     assert all(name == name.lower() for name in wire.headers)
     assert came.inputs.keys() == inputs.keys()

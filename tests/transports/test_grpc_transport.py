@@ -89,7 +89,7 @@ def describe(message: bytes, context: Any) -> bytes:
 
 
 def echo(message: bytes, context: Any) -> bytes:
-    request = oip_grpc.parse_infer(message, {})
+    request = oip_grpc.parse_infer(message, {}).request
     return b"".join(
         oip_grpc.format_infer(Answer.of({"y": request.inputs["x"]}, model="m", version="1", id=request.id))
     )
@@ -453,7 +453,7 @@ def test_a_fork_amid_calls_leaves_both_sides_working(server: StubServer) -> None
 
 def countdown(messages: Iterator[bytes], context: Any) -> Iterator[bytes]:
     """A decoupled model: as many answers as the input's first number says."""
-    request = oip_grpc.parse_infer(next(messages), {})
+    request = oip_grpc.parse_infer(next(messages), {}).request
     for n in range(int(request.inputs["x"][0, 0]), 0, -1):
         answer = Answer.of({"y": np.full((1, 3), n, np.float32)}, model="m", id=request.id)
         yield oip_grpc.in_stream(b"".join(oip_grpc.format_infer(answer)))
@@ -480,7 +480,7 @@ def test_a_stream_that_is_left_is_cancelled(peer: Callable[..., str]) -> None:
 
     def endless(messages: Iterator[bytes], context: Any) -> Iterator[bytes]:
         context.add_callback(cancelled.set)
-        request = oip_grpc.parse_infer(next(messages), {})
+        request = oip_grpc.parse_infer(next(messages), {}).request
         answer = b"".join(oip_grpc.format_infer(Answer.of({"y": request.inputs["x"]}, id=request.id)))
         while context.is_active():
             yield oip_grpc.in_stream(answer)
