@@ -43,7 +43,7 @@ from .protocols import ClientCodec
 from .request import Request
 from .resilience.retry import RetryPolicy
 from .result import Answer, InferResult, Source
-from .tensors import ModelMetadata, as_inputs
+from .tensors import ModelMetadata, as_inputs, nbytes_of
 
 log = logging.getLogger("mcp_client")
 T = TypeVar("T")
@@ -190,7 +190,7 @@ class Engine:
         source: Source = "cache"
         if self.prefetcher is not None and self.prefetcher.holds(call.key):
             source = self._use_prefetch(call)
-        return self._finish(call, entry.answer, source, age)
+        return self._finish(call, entry.answer, source, age, entry.nbytes)
 
     def _stale(self, call: Call, entry: Entry, now: float) -> InferResult | None:
         """An answer past its time: handed out while a new one is fetched, or kept in case no server answers."""
@@ -334,7 +334,9 @@ class Engine:
             if self.prefetcher is not None and self.prefetcher.holds(key):
                 self._lose_prefetch(key, "evicted")
 
-    def _finish(self, call: Call, answer: Answer, source: Source, age_s: float = 0.0) -> InferResult:
+    def _finish(
+        self, call: Call, answer: Answer, source: Source, age_s: float = 0.0, nbytes: int | None = None
+    ) -> InferResult:
         """Count it, tell telemetry, let the prefetcher learn and plan; hand out the result."""
         latency_ms = (self.clock() - call.started) * 1e3
         if call.purpose == "prefetch":
@@ -351,7 +353,7 @@ class Engine:
                 answer.model,
                 source,
                 latency_ms,
-                sum(array.nbytes for array in answer.outputs.values()),
+                nbytes_of(answer.outputs) if nbytes is None else nbytes,
                 call.prefetch_id,
                 "used" if source == "prefetch" else "",
             )
