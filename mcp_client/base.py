@@ -18,7 +18,7 @@ from blake3 import blake3
 from .cache.memory import CacheStats, MemoryCache
 from .cache.tiers import TieredCache, open_cache
 from .cache.ttl import TTLPolicy
-from .config import Cache, Prefetch, Retry, Telemetry
+from .config import TLS, Cache, Prefetch, Retry, Telemetry
 from .effects import CacheOption, Call, Endpoint, ProtocolName
 from .endpoints import Endpoints, Site
 from .errors import ClientClosedError, ConfigurationError, InvalidInputError
@@ -30,6 +30,7 @@ from .resilience.retry import RetryPolicy
 from .telemetry.api import ProfileAPI
 from .telemetry.uploader import TelemetryPipe
 from .tensors import read_only
+from .transports.credential import Credential
 
 if TYPE_CHECKING:
     from .edge.runtime import EdgeRuntime
@@ -54,7 +55,8 @@ class BaseClient(ABC):
         prefetch: Prefetch | None = Prefetch(),
         telemetry: str | Telemetry | None = None,
         edge: str | os.PathLike[str] | None = None,
-        api_key: str | None = None,
+        api_key: str | os.PathLike[str] | Callable[[], str] | None = None,
+        tls: TLS | None = None,
         headers: Mapping[str, str] | None = None,
         http_client: Any = None,
         max_response_bytes: int = _MAX_RESPONSE_BYTES,
@@ -74,10 +76,12 @@ class BaseClient(ABC):
             if not edge:
                 raise ConfigurationError("'edge:' needs the folder of the models: MCPClient('edge:models/')")
         self._headers = dict(headers or {})
-        if api_key:
-            self._headers["Authorization"] = f"Bearer {api_key}"
+        self._tls = tls
+        self._credential = Credential(api_key) if api_key else None
         options = {
             "headers": self._headers,
+            "tls": tls,
+            "credential": self._credential,
             "max_response_bytes": max_response_bytes,
             "client": http_client,
         }
@@ -86,7 +90,7 @@ class BaseClient(ABC):
         config = Telemetry(telemetry) if isinstance(telemetry, str) else telemetry
         self._telemetry = TelemetryPipe(config) if config is not None else None
         self._prefetcher: Prefetcher | None = None
-        self._cache = open_cache(cache, _credentials(self._headers)) if cache is not None else None
+        self._cache = open_cache(cache, _credentials(self._headers, api_key)) if cache is not None else None
         if prefetch is not None and self._cache is not None:
             fetch_profile = ProfileAPI(config.url, config.api_key).profile if config is not None else None
             self._prefetcher = Prefetcher(
@@ -369,6 +373,8 @@ class BaseEdge:
     def _sync(self, models: Sequence[str] | None, progress: Callable[..., None] | None) -> SyncReport:
         from ._httpx import httpx
         from .edge.sync import sync
+        from .transports.http import bearer_auth
+        from .transports.tls import TlsContexts
 
         sites = self._client._engine.endpoints.sites
         if not sites:
@@ -376,7 +382,10 @@ class BaseEdge:
         url = next((site.url for site in sites if site.url.startswith("http")), None)
         if url is None:
             raise ConfigurationError(f"models are downloaded over HTTP; {sites[0].url} can't be synced from")
-        with httpx.Client(headers=self._client._headers, timeout=self._client._timeout) as http:
+        client = self._client
+        context = TlsContexts(client._tls).current() if client._tls is not None else True
+        options: dict[str, Any] = {"verify": context, "auth": bearer_auth(client._credential)}
+        with httpx.Client(headers=client._headers, timeout=client._timeout, **options) as http:
             return sync(self._runtime.repository, url, http=http, models=models, progress=progress)
 
 
@@ -391,8 +400,15 @@ def _codec(url: str, protocol: ProtocolName) -> ClientCodec | None:
     return OipGrpcCodec()
 
 
-def _credentials(headers: Mapping[str, str]) -> bytes:
-    """What stands for whoever this client is to the server: of the headers that say so, 32 bytes; none, b""."""
+def _credentials(headers: Mapping[str, str], api_key: Any) -> bytes:
+    """What stands for whoever this client is to the server: of the headers that say so, 32 bytes; none, b"".
+
+    A key that changes stands for nobody in particular: what is kept under it is for this client alone.
+    """
+    if api_key and not isinstance(api_key, str):
+        return os.urandom(32)
+    if api_key:
+        headers = {**headers, "Authorization": f"Bearer {api_key}"}
     telling = {"authorization", "proxy-authorization", "cookie", "x-api-key", "api-key", "x-auth-token"}
     said = sorted((name.lower(), value) for name, value in headers.items() if name.lower() in telling)
     return blake3(repr(said).encode()).digest() if said else b""

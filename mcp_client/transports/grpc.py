@@ -11,9 +11,11 @@ import re
 import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from ..config import TLS
 from ..errors import (
     ConfigurationError,
     ConnectionFailedError,
@@ -25,6 +27,7 @@ from ..errors import (
 )
 from ..protocols import WireRequest, WireResponse
 from ..protocols.oip_grpc import GRPC_STATUS, MAX_MESSAGE_BYTES, STATUS_OF
+from .credential import Credential
 from .ipc import Arena
 
 # gRPC reads this once, at import. With it gRPC stops its threads before a fork and starts afresh in the child, provided that no
@@ -48,7 +51,7 @@ _RECONNECT_MS = (50, 500)
 # gRPC makes up a status where no server gave one, and says so in its text alone (seen with 1.85).
 _MADE_UP = ("UNAVAILABLE", "CANCELLED", "UNKNOWN", "INTERNAL")
 _NO_ANSWER = re.compile(
-    r"failed to connect|resolv|resolution|stream removed|rst_stream|socket closed|recvmsg|connection (reset|refused|closed)"
+    r"failed to connect|all backends failing|connect failed|resolv|resolution|stream removed|rst_stream|socket closed|recvmsg|connection (reset|refused|closed)"
     r"|broken pipe|goaway|keepalive|transport closed|endpoint closing|channel closed",
     re.IGNORECASE,
 )
@@ -116,8 +119,21 @@ _gate = _ForkGate()
 class _Target:
     """What both transports share: the address, the channel's options, the metadata of every call."""
 
-    def __init__(self, url: str, headers: Mapping[str, str], max_response_bytes: int) -> None:
+    def __init__(
+        self,
+        url: str,
+        headers: Mapping[str, str],
+        max_response_bytes: int,
+        tls: TLS | None,
+        credential: Credential | None,
+    ) -> None:
         self.url, self.address, self.secure = _parse(url)
+        if tls is not None and (tls.spiffe_id is not None or tls.min_version != "1.2"):
+            raise ConfigurationError(
+                "gRPC's Python library can set neither TLS(min_version=…) nor TLS(spiffe_id=…); use https:// for these"
+            )
+        self.tls = tls
+        self.credential = credential
         self.arena = Arena.for_address(self.address)
         self.metadata = tuple(_pair(name, value) for name, value in headers.items())
         self.options = [
@@ -128,12 +144,33 @@ class _Target:
             ("grpc.min_reconnect_backoff_ms", _RECONNECT_MS[0]),
             ("grpc.max_reconnect_backoff_ms", _RECONNECT_MS[1]),
             ("grpc.enable_retries", 0),  # there is one retry loop, in flow.py
+            # A name with several addresses is several servers. gRPC resolves it again when a connection fails.
+            ("grpc.service_config", '{"loadBalancingConfig": [{"round_robin": {}}]}'),
             (
                 "grpc.enable_http_proxy",
                 0,
             ),  # between an inference client and its server there is none, as over HTTP
             ("grpc.use_local_subchannel_pool", 1),  # a connection belongs to one client: close() closes it
         ]
+
+    def credentials(self) -> Any:
+        """What a secure channel is opened with: the files as they are now."""
+        if self.tls is None:
+            return grpc.ssl_channel_credentials()
+        parts = (self.tls.ca, self.tls.key or self.tls.cert, self.tls.cert)
+        try:
+            read = [Path(part).read_bytes() if part is not None else None for part in parts]
+        except OSError as error:
+            raise ConfigurationError(f"the TLS files of {self.tls!r} can't be used: {error}") from error
+        return grpc.ssl_channel_credentials(*read)
+
+    def renewed(self, response: WireResponse, metadata: tuple[tuple[str, str], ...]) -> bool:
+        """Whether the server refused the token that was sent and there is another one now."""
+        return (
+            response.status == 401
+            and self.credential is not None
+            and self.credential.renew(metadata[-1][1].removeprefix("Bearer "))
+        )
 
     def call(self, wire: WireRequest, deadline: float) -> tuple[bytes, float, tuple[tuple[str, str], ...]]:
         """Message, timeout in seconds and metadata of a call."""
@@ -147,6 +184,8 @@ class _Target:
         if left <= 0:
             raise DeadlineExceededError(f"the deadline passed before the request was sent to {self.url}")
         metadata = self.metadata + tuple(wire.headers.items()) if wire.headers else self.metadata
+        if self.credential is not None:
+            metadata += (("authorization", f"Bearer {self.credential.token()}"),)
         return b"".join(wire.body), left, metadata
 
     def failure(self, error: Any, deadline: float) -> WireResponse:
@@ -208,10 +247,17 @@ class GrpcTransport:
     """Blocking exchanges with one server. Safe to share between threads; ``reset`` is for the child after a fork."""
 
     def __init__(
-        self, url: str, *, headers: Mapping[str, str], max_response_bytes: int, client: Any = None
+        self,
+        url: str,
+        *,
+        headers: Mapping[str, str],
+        max_response_bytes: int,
+        client: Any = None,
+        tls: TLS | None = None,
+        credential: Credential | None = None,
     ) -> None:
         _no_http_client(client)
-        self._target = _Target(url, headers, max_response_bytes)
+        self._target = _Target(url, headers, max_response_bytes, tls, credential)
         self.url = self._target.url
         self.arena = self._target.arena
         self.reset()
@@ -230,7 +276,7 @@ class GrpcTransport:
             if self._channel is None:
                 target = self._target
                 self._channel = (
-                    grpc.secure_channel(target.address, grpc.ssl_channel_credentials(), target.options)
+                    grpc.secure_channel(target.address, target.credentials(), target.options)
                     if target.secure
                     else grpc.insecure_channel(target.address, target.options)
                 )
@@ -239,6 +285,15 @@ class GrpcTransport:
     def send(self, wire: WireRequest, deadline: float) -> WireResponse:
         """One exchange, over by ``deadline`` (``time.monotonic()`` seconds)."""
         message, left, metadata = self._target.call(wire, deadline)
+        response = self._send(wire, message, left, metadata, deadline)
+        if self._target.renewed(response, metadata):
+            message, left, metadata = self._target.call(wire, deadline)
+            response = self._send(wire, message, left, metadata, deadline)
+        return response
+
+    def _send(
+        self, wire: WireRequest, message: bytes, left: float, metadata: Any, deadline: float
+    ) -> WireResponse:
         try:
             with _gate:
                 method = self._methods.get(wire.path)
@@ -280,10 +335,17 @@ class AsyncGrpcTransport:
     """The same for asyncio, from any number of event loops: a channel belongs to the loop that opened it."""
 
     def __init__(
-        self, url: str, *, headers: Mapping[str, str], max_response_bytes: int, client: Any = None
+        self,
+        url: str,
+        *,
+        headers: Mapping[str, str],
+        max_response_bytes: int,
+        client: Any = None,
+        tls: TLS | None = None,
+        credential: Credential | None = None,
     ) -> None:
         _no_http_client(client)
-        self._target = _Target(url, headers, max_response_bytes)
+        self._target = _Target(url, headers, max_response_bytes, tls, credential)
         self.url = self._target.url
         self.arena = self._target.arena
         self.reset()
@@ -301,7 +363,7 @@ class AsyncGrpcTransport:
                 _gate.aio_channels += 1
             target = self._target
             channel = (
-                grpc.aio.secure_channel(target.address, grpc.ssl_channel_credentials(), target.options)
+                grpc.aio.secure_channel(target.address, target.credentials(), target.options)
                 if target.secure
                 else grpc.aio.insecure_channel(target.address, target.options)
             )
@@ -321,7 +383,18 @@ class AsyncGrpcTransport:
 
     async def send(self, wire: WireRequest, deadline: float) -> WireResponse:
         """As ``GrpcTransport.send``. Cancelling the task cancels the call."""
+        if self._target.credential is not None and not self._target.credential.at_hand:
+            await asyncio.to_thread(self._target.credential.token)
         message, left, metadata = self._target.call(wire, deadline)
+        response = await self._send(wire, message, left, metadata, deadline)
+        if response.status == 401 and await asyncio.to_thread(self._target.renewed, response, metadata):
+            message, left, metadata = self._target.call(wire, deadline)
+            response = await self._send(wire, message, left, metadata, deadline)
+        return response
+
+    async def _send(
+        self, wire: WireRequest, message: bytes, left: float, metadata: Any, deadline: float
+    ) -> WireResponse:
         channel = await self._channel()
         try:
             call = channel.unary_unary(wire.path)(message, timeout=left, metadata=metadata)

@@ -12,7 +12,7 @@ import logging
 import ssl
 import time
 import zlib
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -109,6 +109,24 @@ class _Origin:
 
     def collector(self, headers: Mapping[str, str]) -> _Collector:
         return _Collector(self.max_response_bytes, headers)
+
+
+class _BearerAuth(httpx.Auth):
+    def __init__(self, credential: Credential) -> None:
+        self._credential = credential
+
+    def auth_flow(self, request: httpx.Request) -> Generator[httpx.Request, httpx.Response, None]:
+        token = self._credential.token()
+        request.headers["Authorization"] = f"Bearer {token}"
+        response = yield request
+        if response.status_code == 401 and self._credential.renew(token):
+            request.headers["Authorization"] = f"Bearer {self._credential.token()}"
+            yield request
+
+
+def bearer_auth(credential: Credential | None) -> httpx.Auth | None:
+    """The credential for an ``httpx.Client`` (model files are downloaded with one)."""
+    return _BearerAuth(credential) if credential is not None else None
 
 
 def _authorization(token: str) -> list[tuple[bytes, bytes]]:
