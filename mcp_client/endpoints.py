@@ -33,12 +33,13 @@ class Site:
 
     @classmethod
     def of(cls, url: str, make: Callable[[str | None], Endpoint], *, resolve: bool) -> Site:
+        endpoint = make(None)  # which says what is wrong with the URL, if anything is
         parts = urlsplit(url)
         name = parts.hostname if resolve and parts.scheme in ("http", "https") else None
         if name is not None and not _may_have_replicas(name):
             name = None
         port = parts.port or (443 if parts.scheme == "https" else 80)
-        return cls(url, make, name, port, {None: make(None)})
+        return cls(url, make, name, port, {None: endpoint})
 
 
 def _may_have_replicas(host: str) -> bool:

@@ -51,8 +51,9 @@ _RECONNECT_MS = (50, 500)
 # gRPC makes up a status where no server gave one, and says so in its text alone (seen with 1.85).
 _MADE_UP = ("UNAVAILABLE", "CANCELLED", "UNKNOWN", "INTERNAL")
 _NO_ANSWER = re.compile(
-    r"failed to connect|all backends failing|connect failed|resolv|resolution|stream removed|rst_stream|socket closed|recvmsg|connection (reset|refused|closed)"
-    r"|broken pipe|goaway|keepalive|transport closed|endpoint closing|channel closed",
+    r"failed to connect|all backends failing|connect failed|resolv|resolution|stream removed|rst_stream|socket closed"
+    r"|recvmsg|connection (reset|refused|closed)|broken pipe|goaway|keepalive|transport closed|endpoint closing"
+    r"|channel closed",
     re.IGNORECASE,
 )
 
@@ -143,6 +144,7 @@ class _Target:
             ("grpc.initial_reconnect_backoff_ms", _RECONNECT_MS[0]),
             ("grpc.min_reconnect_backoff_ms", _RECONNECT_MS[0]),
             ("grpc.max_reconnect_backoff_ms", _RECONNECT_MS[1]),
+            ("grpc.lb_policy_name", "round_robin"),  # a name with several addresses is several replicas
             ("grpc.enable_retries", 0),  # there is one retry loop, in flow.py
             # A name with several addresses is several servers. gRPC resolves it again when a connection fails.
             ("grpc.service_config", '{"loadBalancingConfig": [{"round_robin": {}}]}'),

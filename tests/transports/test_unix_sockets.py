@@ -31,7 +31,8 @@ def test_inference_over_a_unix_socket(urls: list[str], kind: int) -> None:
         for i in range(3):
             result = client.infer(X + i)
             np.testing.assert_allclose(result.output, (X + i) @ models.WEIGHTS + models.BIAS, rtol=1e-5)
-        assert client._engine.endpoints[0].url == urls[kind]
+        (endpoint,) = client._engine.endpoints
+        assert endpoint.url == urls[kind]
 
     async def main() -> None:
         async with AsyncMCPClient(urls[kind], cache=None) as aio:
