@@ -14,7 +14,6 @@ from mcp_client.tensors import ModelMetadata, TensorSpec
 
 from .routes_oip import SERVER_NAME, SERVER_VERSION
 from .service import Parsed, Reply, Service
-from .shared_memory import SharedMemory
 
 try:
     import grpc
@@ -92,7 +91,7 @@ class _Routes:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._models = service.models
-        self._memory = SharedMemory()
+        self._memory = service.memory
 
     def observed(self, name: str) -> Handler:
         """The method, with its errors answered as gRPC has them, and counted."""

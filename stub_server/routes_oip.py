@@ -24,9 +24,11 @@ async def oip_infer(request: Request) -> Response:
     body, headers = await read_body(request), lower_headers(request)
     model, version = _asked(request)
 
+    memory = service_of(request).memory
+
     def parse() -> Parsed:
-        incoming = oip_http.parse_infer(body, headers, model=model, version=version)
-        return Parsed(incoming.request, lambda answer: oip_http.format_infer(answer, incoming))
+        incoming = oip_http.parse_infer(body, headers, model=model, version=version, read=memory.read)
+        return Parsed(incoming.request, lambda answer: oip_http.format_infer(answer, incoming, memory.write))
 
     reply = await service_of(request).infer("oip", headers, parse)
     return Response(reply.body, headers=reply.headers)
@@ -87,12 +89,41 @@ async def oip_unload(request: Request) -> Response:
     return json_answer(b"{}")
 
 
+async def oip_memory_status(request: Request) -> Response:
+    regions = service_of(request).memory.status(request.path_params.get("region", ""))
+    return json_answer(
+        dumps([{"name": r.name, "key": r.key, "offset": r.offset, "byte_size": r.size} for r in regions])
+    )
+
+
+async def oip_memory_register(request: Request) -> Response:
+    body = await read_body(request)
+    try:
+        asked = loads_object(body, "the body")
+    except ProtocolError as error:
+        raise ServerError.of(400, error.message, code="malformed_request") from error
+    key, offset, size = asked.get("key"), asked.get("offset", 0), asked.get("byte_size")
+    if not (isinstance(key, str) and type(offset) is int and type(size) is int and offset >= 0):
+        raise ServerError.of(
+            400, 'expected {"key": "/…", "offset": 0, "byte_size": n}', code="malformed_request"
+        )
+    service_of(request).memory.register(request.path_params["region"], key, offset, size)
+    return json_answer(b"{}")
+
+
+async def oip_memory_unregister(request: Request) -> Response:
+    service_of(request).memory.unregister(request.path_params.get("region", ""))
+    return json_answer(b"{}")
+
+
 def _asked(request: Request) -> tuple[str, str]:
     return request.path_params["m"], request.path_params.get("v", "")
 
 
 _MODEL = "/v2/models/{m}"
 _VERSION = "/v2/models/{m}/versions/{v}"
+_MEMORY = "/v2/systemsharedmemory"
+_REGION = "/v2/systemsharedmemory/region/{region}"
 ROUTES = [
     Route("/v2", oip_server),
     Route("/v2/health/live", oip_live),
@@ -101,6 +132,9 @@ ROUTES = [
     *(Route(f"{path}/ready", oip_model_ready) for path in (_MODEL, _VERSION)),
     *(Route(f"{path}/stats", oip_model_stats) for path in (_MODEL, _VERSION)),
     *(Route(f"{path}/infer", oip_infer, methods=["POST"]) for path in (_MODEL, _VERSION)),
+    *(Route(f"{path}/status", oip_memory_status) for path in (_MEMORY, _REGION)),
+    Route(f"{_REGION}/register", oip_memory_register, methods=["POST"]),
+    *(Route(f"{path}/unregister", oip_memory_unregister, methods=["POST"]) for path in (_MEMORY, _REGION)),
     Route("/v2/repository/index", oip_index, methods=["POST"]),
     Route("/v2/repository/models/{m}/load", oip_load, methods=["POST"]),
     Route("/v2/repository/models/{m}/unload", oip_unload, methods=["POST"]),

@@ -19,6 +19,7 @@ from mcp_client.result import Answer
 from .faults import Faults
 from .metrics import Metrics
 from .models import Loaded, Models
+from .shared_memory import SharedMemory
 from .validate import fitted
 
 Format = Callable[[Answer], tuple[Mapping[str, str], Sequence[Buffer]]]
@@ -56,6 +57,7 @@ class Service:
     ) -> None:
         self.models = models
         self.metrics = metrics
+        self.memory = SharedMemory()
         self._faults = faults
         self._cache_control = cache_control
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="mcp-server")

@@ -21,6 +21,7 @@ from . import Buffer, Shared, WireRequest, WireResponse
 from .documents import check_answer, least
 from .http_common import freshness, read_context, request_headers, retry_after
 from .json_tensors import ShapeError, datatype_named, tensor_from_raw
+from .regions import ReadRegion, put_in_region, tensor_in_region
 
 try:
     from google.protobuf.message import DecodeError, Message
@@ -376,15 +377,12 @@ def _read_parameters(source: Any, what: str) -> dict[str, Parameter]:
     return parameters
 
 
-Read = Callable[[str, int, int], Buffer]  # bytes of a region: name, offset, size
-
-
 def _read_tensors(
     tensors: Sequence[Any],
     raw: list[memoryview],
     kind: str,
     places: Mapping[str, tuple[str, int, int]],
-    read: Read | None,
+    read: ReadRegion | None,
 ) -> dict[str, Array]:
     """``places``: region, offset and size of the tensors that lie in shared memory."""
     inside = [tensor.name not in places for tensor in tensors]
@@ -403,14 +401,7 @@ def _read_tensors(
         shape = tuple(tensor.shape)
         if name in places:
             assert read is not None
-            region, offset, size = places[name]
-            needed = element_count(shape, what) * wire_dtype(datatype, what).itemsize
-            if datatype != "BYTES" and needed > size:
-                raise ShapeError(
-                    f"{what}: {datatype} {list(shape)} takes {needed} bytes; its place in shared memory has {size}"
-                )
-            taken = size if datatype == "BYTES" else needed
-            arrays[name] = tensor_from_raw(read(region, offset, taken), datatype, shape, what=what)
+            arrays[name] = tensor_in_region(places[name], read, datatype, shape, what=what)
         elif raw:
             if tensor.HasField("contents"):
                 raise ProtocolError(f"{what} has both raw and typed contents")
@@ -495,7 +486,7 @@ class Incoming(NamedTuple):
     places: Mapping[str, tuple[str, int, int]]
 
 
-def parse_infer(body: bytes, headers: Mapping[str, str], read: Read | None = None) -> Incoming:
+def parse_infer(body: bytes, headers: Mapping[str, str], read: ReadRegion | None = None) -> Incoming:
     """The request that a message and its metadata (lower case) make; ``ServerError`` 400 if they make none.
 
     ``read`` gives the bytes of a region of shared memory, for a server that has them.
@@ -561,16 +552,8 @@ def format_infer(
         tensor = message.outputs.add(name=name, datatype=datatype_of(array), shape=array.shape)
         if places and name in places:
             assert write is not None
-            region, offset, room = places[name]
-            raw = to_raw(array)
-            if len(raw) > room:
-                raise ServerError.of(
-                    400,
-                    f"output {name!r} takes {len(raw)} bytes; its place in shared memory region {region!r} has {room}",
-                    code="shared_memory_too_small",
-                )
-            write(region, offset, raw)
-            _write_place(tensor.parameters, region, (offset, len(raw)))
+            region, place = put_in_region(name, array, places[name], write)
+            _write_place(tensor.parameters, region, place)
             sent.append(_NOTHING)  # as Triton: an empty entry, so that the rest keep their numbers
         else:
             sent.append(array)

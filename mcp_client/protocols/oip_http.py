@@ -8,14 +8,15 @@ it has its ``data`` in the JSON, so both may mix.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ..errors import InvalidInputError, ProtocolError, ServerError
 from ..request import Request
 from ..result import Answer
 from ..tensors import Array, ModelMetadata, datatype_of, to_raw
-from . import Buffer, WireRequest, WireResponse
+from . import Buffer, Shared, WireRequest, WireResponse
 from .documents import check_answer, least, read_specs, read_versions, text_of, write_specs
 from .http_common import (
     check_parameters,
@@ -37,10 +38,11 @@ from .json_tensors import (
     tensor_from_json,
     tensor_from_raw,
 )
+from .regions import ReadRegion, put_in_region, tensor_in_region
 
 _LENGTH = "Inference-Header-Content-Length"
 _BINARY_EXTENSION = "binary_tensor_data"
-EXTENSIONS = (_BINARY_EXTENSION, "model_repository", "statistics")
+EXTENSIONS = (_BINARY_EXTENSION, "model_repository", "statistics", "system_shared_memory")
 # The JSON is padded with spaces to a multiple of this, so that the first tensor of a body is aligned for any
 # datatype and can be used where it lies.
 _ALIGNMENT = 64
@@ -57,23 +59,57 @@ class OipHttpCodec:
         self.binary = binary
 
     def infer(self, request: Request, metadata: ModelMetadata | None) -> WireRequest:
+        return self._infer(request, None)
+
+    # Triton's extension for system shared memory; sharing.py decides when.
+
+    def register(self, region: str, size: int) -> WireRequest:
+        body = dumps({"key": f"/{region}", "offset": 0, "byte_size": size})
+        headers = {"Content-Type": "application/json"}
+        return WireRequest("POST", f"/v2/systemsharedmemory/region/{region}/register", headers, (body,))
+
+    def unregister(self, region: str) -> WireRequest:
+        return WireRequest("POST", f"/v2/systemsharedmemory/region/{region}/unregister")
+
+    def infer_shared(self, request: Request, shared: Shared) -> WireRequest:
+        """As ``infer``, with tensors in shared memory."""
+        return self._infer(request, shared)
+
+    def decode_shared(self, response: WireResponse, request: Request, shared: Shared) -> Answer:
+        require_success(response)
+        places = {
+            name: (shared.region, *place) for name, place in shared.outputs.items() if place is not None
+        }
+        return self._decode(response, request, places, lambda _, offset, size: shared.read(offset, size))
+
+    def _infer(self, request: Request, shared: Shared | None) -> WireRequest:
         parameters: dict[str, Any] = check_parameters(request.parameters)
         if request.priority is not None:
             parameters["priority"] = request.priority
         if request.timeout_ms is not None:
             parameters["timeout"] = max(1, int(request.timeout_ms * 1000))  # Triton reads it as microseconds
-        if self.binary and not request.outputs:
+        wanted = shared.outputs if shared is not None and shared.outputs else dict.fromkeys(request.outputs)
+        if self.binary and not wanted:
             parameters["binary_data_output"] = True
         header: dict[str, Any] = {}
         if request.id:
             header["id"] = request.id
         if parameters:
             header["parameters"] = parameters
-        if request.outputs:
+        if wanted:
             asked = {"parameters": {"binary_data": True}} if self.binary else {}
-            header["outputs"] = [{"name": name, **asked} for name in request.outputs]
+            header["outputs"] = [
+                {"name": name, **asked}
+                if shared is None or place is None
+                else {"name": name, "parameters": _write_place(shared.region, place)}
+                for name, place in wanted.items()
+            ]
         header["inputs"], raw = [], []
         for name, array in request.inputs.items():
+            if shared is not None and name in shared.inputs:
+                place = _write_place(shared.region, shared.inputs[name])
+                header["inputs"].append({**_describe(name, array), "parameters": place})
+                continue
             tensor, data = _write_tensor(name, array, binary=self.binary, what="input")
             header["inputs"].append(tensor)
             raw += data
@@ -83,8 +119,17 @@ class OipHttpCodec:
 
     def decode_infer(self, response: WireResponse, request: Request) -> Answer:
         require_success(response)
+        return self._decode(response, request, {}, None)
+
+    def _decode(
+        self,
+        response: WireResponse,
+        request: Request,
+        places: Mapping[str, tuple[str, int, int]],
+        read: ReadRegion | None,
+    ) -> Answer:
         header, raw = _unpack(response.body, response.headers, "the response")
-        outputs = _read_tensors(header.get("outputs"), raw, "output")
+        outputs = _read_tensors(header.get("outputs"), raw, "output", places, read)
         check_answer(outputs, request, came_id=text_of(header, "id"))
         return Answer.of(
             outputs,
@@ -167,9 +212,13 @@ def _model_path(model: str, version: str) -> str:
 # --- both sides: a JSON header and raw tensors behind it ----------------------------------------------------
 
 
+def _describe(name: str, array: Array) -> dict[str, Any]:
+    return {"name": name, "shape": list(array.shape), "datatype": datatype_of(array)}
+
+
 def _write_tensor(name: str, array: Array, *, binary: bool, what: str) -> tuple[dict[str, Any], list[Buffer]]:
-    datatype = datatype_of(array)
-    tensor: dict[str, Any] = {"name": name, "shape": list(array.shape), "datatype": datatype}
+    tensor = _describe(name, array)
+    datatype = tensor["datatype"]
     if binary:
         raw = to_raw(array)
         tensor["parameters"] = {"binary_data_size": len(raw)}
@@ -204,7 +253,14 @@ def _unpack(body: bytes, headers: Mapping[str, str], what: str) -> tuple[dict[st
     return loads_object(view[:at], f"{what}'s JSON header"), view[at:]
 
 
-def _read_tensors(value: Any, raw: memoryview, kind: str) -> dict[str, Array]:
+def _read_tensors(
+    value: Any,
+    raw: memoryview,
+    kind: str,
+    places: Mapping[str, tuple[str, int, int]],
+    read: ReadRegion | None,
+) -> dict[str, Array]:
+    """``places``: region, offset and size of the tensors that lie in shared memory."""
     if not isinstance(value, list):
         raise ProtocolError(f'"{kind}s" must be a list')
     tensors: dict[str, Array] = {}
@@ -218,6 +274,10 @@ def _read_tensors(value: Any, raw: memoryview, kind: str) -> dict[str, Array]:
             raise ProtocolError(f"{what} comes twice")
         datatype = datatype_named(item.get("datatype"), what)
         shape = shape_of(item.get("shape"), what)
+        if name in places:
+            assert read is not None
+            tensors[name] = tensor_in_region(places[name], read, datatype, shape, what=what)
+            continue
         size = _binary_size(item.get("parameters"), what)
         if size is None:
             if "data" not in item:
@@ -246,25 +306,67 @@ def _binary_size(parameters: Any, what: str) -> int | None:
     return size
 
 
+_REGION, _SIZE, _OFFSET = "shared_memory_region", "shared_memory_byte_size", "shared_memory_offset"
+
+
+def _write_place(region: str, place: tuple[int, int]) -> dict[str, Any]:
+    offset, size = place
+    return {_REGION: region, _SIZE: size} | ({_OFFSET: offset} if offset else {})
+
+
+def _places(value: Any, kind: str) -> dict[str, tuple[str, int, int]]:
+    """Region, offset and size of the tensors that say that they are in shared memory."""
+    places: dict[str, tuple[str, int, int]] = {}
+    for item in value if isinstance(value, list) else ():
+        parameters = item.get("parameters") if isinstance(item, dict) else None
+        if (
+            not isinstance(parameters, dict)
+            or _REGION not in parameters
+            or not isinstance(item.get("name"), str)
+        ):
+            continue
+        region, size, offset = parameters[_REGION], parameters.get(_SIZE), parameters.get(_OFFSET, 0)
+        if not (
+            isinstance(region, str) and type(size) is int and type(offset) is int and size >= 0 <= offset
+        ):
+            raise ProtocolError(
+                f"{kind} {item['name']!r}: a shared memory region needs its name, a byte size and an offset ≥ 0"
+            )
+        places[item["name"]] = region, offset, size
+    return places
+
+
 # --- the server's side --------------------------------------------------------------------------------------
+
+
+NOWHERE: Mapping[str, tuple[str, int, int]] = MappingProxyType({})
 
 
 class Incoming(NamedTuple):
     """A parsed inference. ``binary``: the form of the outputs; ``binary_of``: where an output was asked for
-    in its own.
+    in its own; ``places``: region, offset and size of those wanted in shared memory.
     """
 
     request: Request
     binary: bool
     binary_of: Mapping[str, bool]
+    places: Mapping[str, tuple[str, int, int]] = NOWHERE
 
 
-def parse_infer(body: bytes, headers: Mapping[str, str], *, model: str, version: str) -> Incoming:
-    """The request that a body and its headers (lower case) make; ``ServerError`` 400 if they make none."""
+def parse_infer(
+    body: bytes, headers: Mapping[str, str], *, model: str, version: str, read: ReadRegion | None = None
+) -> Incoming:
+    """The request that a body and its headers (lower case) make; ``ServerError`` 400 if they make none.
+
+    ``read`` gives the bytes of a region of shared memory, for a server that has them.
+    """
     context = read_context(headers)
     try:
         header, raw = _unpack(body, headers, "the body")
-        inputs = _read_tensors(header.get("inputs"), raw, "input")
+        lying, wanted = _places(header.get("inputs"), "input"), _places(header.get("outputs"), "output")
+        if (lying or wanted) and read is None:
+            raise ProtocolError("this server has no shared memory")
+        inputs = _read_tensors(header.get("inputs"), raw, "input", lying, read)
         if not inputs:
             raise ProtocolError('"inputs" must hold at least one tensor')
         parameters = dict(read_parameters(header.get("parameters")))
@@ -300,7 +402,7 @@ def parse_infer(body: bytes, headers: Mapping[str, str], *, model: str, version:
     except ProtocolError as error:
         code = "shape_mismatch" if isinstance(error, ShapeError) else "malformed_request"
         raise ServerError.of(400, error.message, code=code) from error
-    return Incoming(request, binary, binary_of)
+    return Incoming(request, binary, binary_of, wanted)
 
 
 def _whole(parameters: dict[str, Any], name: str) -> int | None:
@@ -310,13 +412,20 @@ def _whole(parameters: dict[str, Any], name: str) -> int | None:
     return value
 
 
-def format_infer(answer: Answer, incoming: Incoming) -> tuple[dict[str, str], tuple[Buffer, ...]]:
+def format_infer(
+    answer: Answer, incoming: Incoming, write: Callable[[str, int, Buffer], None] | None = None
+) -> tuple[dict[str, str], tuple[Buffer, ...]]:
     """Headers and body parts of an answer; ``ServerError`` 400 where JSON was asked for and can't carry an
     output.
     """
     outputs: list[dict[str, Any]] = []
     raw: list[Buffer] = []
     for name, array in answer.outputs.items():
+        if name in incoming.places:
+            assert write is not None
+            region, place = put_in_region(name, array, incoming.places[name], write)
+            outputs.append({**_describe(name, array), "parameters": _write_place(region, place)})
+            continue
         binary = incoming.binary_of.get(name, incoming.binary)
         try:
             tensor, data = _write_tensor(name, array, binary=binary, what="output")

@@ -22,6 +22,7 @@ from ..errors import ConfigurationError, ConnectionFailedError, DeadlineExceeded
 from ..protocols import WireRequest, WireResponse
 from .connections import AsyncBackend, Backend, Exchange, current
 from .credential import Credential
+from .ipc import Arena
 from .tls import TlsContexts
 
 log = logging.getLogger("mcp_client.transports")
@@ -76,6 +77,11 @@ class _Origin:
         if "accept-encoding" not in {name.lower() for name in headers}:
             self.headers.append((b"Accept-Encoding", b"identity"))
         self.max_response_bytes = max_response_bytes
+
+    def arena(self) -> Arena | None:
+        """Shared memory, where the server may be on this machine."""
+        host, port = self.parts["host"].decode("ascii"), self.parts["port"]
+        return Arena.for_address(f"{host}:{port or 0}" if self.uds is None else f"unix:{self.uds}")
 
     def core_request(self, wire: WireRequest, token: str) -> httpcore.Request:
         headers = [
@@ -202,6 +208,10 @@ def _our_errors(url: str, deadline: float) -> Iterator[None]:
         failed = ConnectionFailedError(f"no connection to {url}: {_words(error)}; {advice}")
         failed.nothing_sent = isinstance(error, (httpcore.ConnectError, httpx.ConnectError))
         raise failed from error
+    except (
+        ssl.SSLError
+    ) as error:  # asyncio's sockets raise it as it is, where a server refuses our certificate
+        raise ConnectionFailedError(f"{url} broke the TLS connection: {error}") from error
     except (httpcore.RemoteProtocolError, httpx.RemoteProtocolError) as error:
         if "disconnected" in str(error) or "closed connection" in str(error) or "incomplete" in str(error):
             raise ConnectionFailedError(
@@ -271,6 +281,7 @@ class HttpTransport:
         self._tls = TlsContexts(tls)
         self._credential = credential
         self.url = self._origin.url
+        self.arena = self._origin.arena() if client is None else None
         if client is not None and self._origin.uds is not None:
             raise ConfigurationError(
                 "http_client is for http:// and https:// only: give it the socket itself"
@@ -281,6 +292,8 @@ class HttpTransport:
 
     def reset(self) -> None:
         """Start with no connections; the old ones are left alone (after a fork they are the parent's)."""
+        if self.arena is not None:
+            self.arena.reset()
         if self._client is None:
             self._pool = httpcore.ConnectionPool(
                 network_backend=Backend(self._tls, self._address), **_pool_options(self._origin.uds)
@@ -336,6 +349,8 @@ class HttpTransport:
             return WireResponse(response.status_code, headers, collector.body())
 
     def close(self) -> None:
+        if self.arena is not None:
+            self.arena.close()
         if self._pool is not None:
             self._pool.close()
 
@@ -359,6 +374,7 @@ class AsyncHttpTransport:
         self._tls = TlsContexts(tls)
         self._credential = credential
         self.url = self._origin.url
+        self.arena = self._origin.arena() if client is None else None
         if client is not None and self._origin.uds is not None:
             raise ConfigurationError(
                 "http_client is for http:// and https:// only: give it the socket itself"
@@ -370,6 +386,8 @@ class AsyncHttpTransport:
         self._pools: dict[
             asyncio.AbstractEventLoop, tuple[httpcore.AsyncConnectionPool, AsyncGenerator[None, None]]
         ] = {}
+        if self.arena is not None:
+            self.arena.reset()
 
     async def _pool(self) -> httpcore.AsyncConnectionPool:
         loop = asyncio.get_running_loop()
@@ -448,6 +466,8 @@ class AsyncHttpTransport:
 
     async def close(self) -> None:
         """Close this loop's connections; those of other loops go with their loops."""
+        if self.arena is not None:
+            self.arena.close()
         known = self._pools.get(asyncio.get_running_loop())
         if known is not None:
             await known[1].aclose()

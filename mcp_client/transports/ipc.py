@@ -6,10 +6,10 @@ long as its process lives, so that the next client to start can tell what a kill
 
 from __future__ import annotations
 
-import fcntl
 import mmap
 import os
 import secrets
+import sys
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
@@ -19,6 +19,9 @@ from pathlib import Path
 import numpy as np
 
 from ..tensors import Array, to_raw
+
+if sys.platform != "win32":
+    import fcntl
 
 _FOLDER = Path("/dev/shm")  # noqa: S108 - where POSIX puts shared memory; names are random and the mode is 0600
 _PREFIX = "mcp2026-"
@@ -57,7 +60,7 @@ class Lease:
 
 
 def available() -> bool:
-    return _FOLDER.is_dir() and os.access(_FOLDER, os.W_OK)
+    return sys.platform != "win32" and _FOLDER.is_dir() and os.access(_FOLDER, os.W_OK)
 
 
 class Arena:

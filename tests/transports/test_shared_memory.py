@@ -8,6 +8,7 @@ import signal
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -41,10 +42,21 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StubServer]:
         yield running
 
 
+@pytest.fixture(params=["http", "grpc"])
+def url(server: StubServer, request: pytest.FixtureRequest) -> str:
+    return server.url if request.param == "http" else server.grpc_url
+
+
 def arena_of(client: Any) -> Arena:
     (endpoint,) = client._engine.endpoints
     arena: Arena = endpoint.transport.arena
     return arena
+
+
+def wait_until_ready(client: MCPClient) -> None:
+    deadline = time.monotonic() + 10
+    while not client.ready() and time.monotonic() < deadline:
+        time.sleep(0.02)
 
 
 def used(client: Any) -> int:
@@ -54,8 +66,8 @@ def used(client: Any) -> int:
 # --- in use -------------------------------------------------------------------------------------------------
 
 
-def test_large_tensors_go_through_shared_memory_both_ways(server: StubServer) -> None:
-    with MCPClient(server.grpc_url, cache=None, model="same") as client:
+def test_large_tensors_go_through_shared_memory_both_ways(url: str) -> None:
+    with MCPClient(url, cache=None, model="same") as client:
         results = [client.infer(BIG + i) for i in range(4)]
         assert used(client) > 0
         assert any(arena_of(client)._sizes.values())
@@ -64,15 +76,15 @@ def test_large_tensors_go_through_shared_memory_both_ways(server: StubServer) ->
         assert not result.output.flags.writeable
 
 
-def test_small_tensors_stay_in_the_message(server: StubServer) -> None:
-    with MCPClient(server.grpc_url, cache=None, model="same") as client:
+def test_small_tensors_stay_in_the_message(url: str) -> None:
+    with MCPClient(url, cache=None, model="same") as client:
         client.infer(BIG[:, :, :2])
         assert used(client) == 0
 
 
-def test_large_and_small_inputs_and_outputs_mix(server: StubServer) -> None:
+def test_large_and_small_inputs_and_outputs_mix(url: str) -> None:
     a = np.arange(2**16, dtype=np.float32)
-    with MCPClient(server.grpc_url, cache=None, model="add") as client:
+    with MCPClient(url, cache=None, model="add") as client:
         for _ in range(3):
             result = client.infer({"a": a, "b": a + 1})
             assert np.array_equal(result["sum"], 2 * a + 1)
@@ -80,15 +92,15 @@ def test_large_and_small_inputs_and_outputs_mix(server: StubServer) -> None:
         assert used(client) > 0
 
 
-def test_threads_and_tasks_share_the_arena_without_mixing(server: StubServer) -> None:
-    with MCPClient(server.grpc_url, cache=None, model="same") as client, ThreadPoolExecutor(6) as pool:
+def test_threads_and_tasks_share_the_arena_without_mixing(url: str) -> None:
+    with MCPClient(url, cache=None, model="same") as client, ThreadPoolExecutor(6) as pool:
         inputs = [BIG + i for i in range(24)]
         for x, result in zip(inputs, pool.map(client.infer, inputs), strict=True):
             assert np.array_equal(result.output, x)
         assert used(client) <= 12  # six at a time, in two sizes
 
     async def main() -> None:
-        async with AsyncMCPClient(server.grpc_url, cache=None, model="same") as aio:
+        async with AsyncMCPClient(url, cache=None, model="same") as aio:
             results = await asyncio.gather(*(aio.infer(BIG + i) for i in range(8)))
             assert all(np.array_equal(r.output, BIG + i) for i, r in enumerate(results))
             assert used(aio) > 0
@@ -99,18 +111,19 @@ def test_threads_and_tasks_share_the_arena_without_mixing(server: StubServer) ->
 # --- where it can't be had ----------------------------------------------------------------------------------
 
 
-def test_a_restarted_server_knows_no_regions_and_gets_them_anew(server: StubServer) -> None:
-    with MCPClient(server.grpc_url, cache=None, model="same") as client:
+def test_a_restarted_server_knows_no_regions_and_gets_them_anew(server: StubServer, url: str) -> None:
+    with MCPClient(url, cache=None, model="same") as client:
         client.infer(BIG)
         server.stop()
         server.start()
+        wait_until_ready(client)
         for i in range(3):
             assert np.array_equal(client.infer(BIG + i, timeout=20).output, BIG + i)
         assert used(client) > 0
 
 
-def test_an_output_that_outgrew_its_place_comes_in_the_message(server: StubServer) -> None:
-    with MCPClient(server.grpc_url, cache=None, model="same") as client:
+def test_an_output_that_outgrew_its_place_comes_in_the_message(url: str) -> None:
+    with MCPClient(url, cache=None, model="same") as client:
         client.infer(BIG)
         client.infer(BIG)
         arena = arena_of(client)
@@ -120,29 +133,27 @@ def test_an_output_that_outgrew_its_place_comes_in_the_message(server: StubServe
             assert np.array_equal(client.infer(BIG).output, BIG)
 
 
-def test_a_full_arena_falls_back_to_messages(server: StubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_arena_falls_back_to_messages(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ipc, "_MOST_BYTES", 0)
-    with MCPClient(server.grpc_url, cache=None, model="same") as client:
+    with MCPClient(url, cache=None, model="same") as client:
         assert np.array_equal(client.infer(BIG).output, BIG)
         assert used(client) == 0
 
 
-def test_a_server_without_the_extension_is_asked_once(
-    server: StubServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_without_the_extension_is_asked_once(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> None:
         raise ServerError.of(501, "not here", code="no_shared_memory")
 
     asked: list[int] = []
     monkeypatch.setattr(SharedMemory, "register", lambda *a: (asked.append(1), refuse()))
-    with MCPClient(server.grpc_url, cache=None, model="same", retry=Retry(attempts=1)) as client:
+    with MCPClient(url, cache=None, model="same", retry=Retry(attempts=1)) as client:
         for _ in range(3):
             assert np.array_equal(client.infer(BIG).output, BIG)
     assert len(asked) == 1
 
 
-def test_a_region_the_server_may_still_write_to_is_not_used_again(server: StubServer) -> None:
-    with MCPClient(server.grpc_url, cache=None, model="same") as client:
+def test_a_region_the_server_may_still_write_to_is_not_used_again(server: StubServer, url: str) -> None:
+    with MCPClient(url, cache=None, model="same") as client:
         client.infer(BIG)
         client.infer(BIG)
         before = set(arena_of(client).registered())
