@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
 import socket
@@ -80,6 +81,10 @@ class Replica:
             respond(connection, self.status, json.dumps(body).encode(), **self.extra)
 
     def close(self) -> None:
+        with contextlib.suppress(
+            OSError
+        ):  # closing alone would leave the thread in accept, and the port open
+            self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         for connection in self._open:
             connection.close()
