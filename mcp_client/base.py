@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from .edge.sync import SyncReport
 
 _PROTOCOLS = ("auto", "mcp", "oip")
+_MOST_RENEWALS = 4  # at once: they are for nobody in particular
 _MAX_RESPONSE_BYTES = 2**31 - 1  # gRPC's own limit for one message; a larger answer is a mistake or an attack
 
 
@@ -65,6 +66,7 @@ class BaseClient(ABC):
             raise ConfigurationError(f"protocol must be one of {', '.join(_PROTOCOLS)}; got {protocol!r}")
         self._timeout = _seconds("timeout", timeout)
         self._closed = False
+        self._renewing: set[bytes] = set()  # keys of the stale entries being renewed
         urls = [url] if isinstance(url, str) else list(url)
         if not urls or not all(isinstance(each, str) for each in urls):
             raise ConfigurationError(f"url is a URL or a list of them; got {url!r}")
@@ -188,7 +190,10 @@ class BaseClient(ABC):
 
     def stats(self) -> dict[str, Any]:
         """What happened since the client was made: answers by source, cache, prefetch and telemetry figures."""
-        stats: dict[str, Any] = {"sources": self._engine.sources()}
+        stats: dict[str, Any] = {
+            "sources": self._engine.sources(),
+            "hedges": dict(self._engine.servers.hedges),
+        }
         if self._cache is not None:
             cache: CacheStats = self._cache.stats()
             stats["cache"] = cache
@@ -219,14 +224,20 @@ class BaseClient(ABC):
     def _in_background(self, call: Call) -> None: ...
 
     def _refresh(self, call: Call) -> None:
-        """Renew a stale entry for nobody in particular. The inputs are copied: they are the caller's again when it returns."""
+        """Renew a stale entry for nobody in particular, a few at once; one that finds no room waits for the next hit.
+
+        The inputs are copied: they are the caller's again when it returns.
+        """
+        renewing = self._renewing
+        if call.key in renewing or len(renewing) >= _MOST_RENEWALS:
+            return
+        renewing.add(call.key)
         started = time.monotonic()
         assert call.inputs is not None
         self._in_background(
             replace(
                 call,
                 inputs={name: read_only(array) for name, array in call.inputs.items()},
-                cache="refresh",
                 background=True,
                 started=started,
                 deadline=started + self._timeout,
@@ -329,6 +340,7 @@ class BaseClient(ABC):
         return locks
 
     def _after_fork(self) -> None:
+        self._renewing = set()
         self._engine.reset()
         self._engine.endpoints.reset()
         if self._prefetcher is not None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
 import time
 from concurrent.futures import Future
+from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
-from .effects import Close, Effect, Flight, Flow, Landing, Resolve, Run, Send, Sleep, Wait
+from .effects import Close, Effect, Flight, Flow, Landing, Race, Raced, Resolve, Run, Send, Sleep, Wait
 from .errors import ConnectionFailedError, DeadlineExceededError
+from .resilience.hedge import Cancellation, cancelling
 
 T = TypeVar("T")
 
@@ -56,6 +59,8 @@ def _perform(effect: Effect) -> Any:
         case Close():
             effect.endpoint.transport.close()
             return None
+        case Race():
+            return _race(effect)
 
 
 async def arun(flow: Flow[T]) -> T:
@@ -101,6 +106,8 @@ async def _aperform(effect: Effect) -> Any:
         case Close():
             await effect.endpoint.transport.close()
             return None
+        case Race():
+            return await _arace(effect)
 
 
 async def _landing(flight: Flight, deadline: float) -> Landing:
@@ -133,6 +140,80 @@ def _wait_too_long() -> DeadlineExceededError:
     return DeadlineExceededError(
         "an equal request was already under way, and no answer came before the deadline"
     )
+
+
+def _race(race: Race) -> Raced:
+    """Each exchange in a thread of its own; the loser's connection is closed under it."""
+    ended: SimpleQueue[tuple[Send, Any]] = SimpleQueue()
+
+    def start(send: Send) -> Cancellation:
+        cancellation = Cancellation()
+
+        def work() -> None:
+            cancelling.set(cancellation)
+            try:
+                outcome = send.endpoint.transport.send(send.wire, send.deadline)
+            except BaseException as error:
+                outcome = error
+            ended.put((send, outcome))
+
+        threading.Thread(target=work, name="mcp-hedge", daemon=True).start()
+        return cancellation
+
+    running = [start(race.first)]
+    outcomes: list[tuple[Send, Any]] = []
+    try:
+        try:
+            outcomes.append(ended.get(timeout=race.after_s))
+        except Empty:
+            second = race.second()
+            if second is not None:
+                running.append(start(second))
+            outcomes.append(ended.get())
+        while len(outcomes) < len(running) and not _good(outcomes[-1][1]):
+            outcomes.append(ended.get())
+        return _winner(race, outcomes)
+    finally:
+        for cancellation in running:
+            cancellation.cancel()
+
+
+async def _arace(race: Race) -> Raced:
+    def start(send: Send) -> asyncio.Task[Any]:
+        return asyncio.ensure_future(send.endpoint.transport.send(send.wire, send.deadline))
+
+    running = {start(race.first): race.first}
+    outcomes: list[tuple[Send, Any]] = []
+    try:
+        done, _ = await asyncio.wait(running, timeout=race.after_s)
+        second = race.second() if not done else None
+        if second is not None:
+            running[start(second)] = second
+        pending = set(running)
+        while pending and not (outcomes and _good(outcomes[-1][1])):
+            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            outcomes += [(running[task], task.exception() or task.result()) for task in done]
+            outcomes.sort(key=lambda outcome: _good(outcome[1]))
+        return _winner(race, outcomes)
+    finally:
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+
+def _good(outcome: Any) -> bool:
+    return not isinstance(outcome, BaseException) and outcome.status < 500 and outcome.status != 429
+
+
+def _winner(race: Race, outcomes: list[tuple[Send, Any]]) -> Raced:
+    """The good answer, else the first request's outcome."""
+    send, outcome = next(
+        (each for each in outcomes if _good(each[1])),
+        next((each for each in outcomes if each[0] is race.first), outcomes[-1]),
+    )
+    if isinstance(outcome, BaseException):
+        raise outcome
+    return Raced(outcome, send)
 
 
 def _addresses(found: list[tuple[Any, ...]]) -> list[str]:

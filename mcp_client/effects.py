@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 from .cache.memory import Entry
 from .errors import MCPError
 from .prefetch.prefetcher import Job
-from .protocols import ClientCodec, WireRequest
+from .protocols import ClientCodec, WireRequest, WireResponse
 from .request import Parameter, Purpose, Request
 from .resilience.breaker import CircuitBreaker
 from .resilience.load import Load
@@ -71,7 +71,25 @@ class Close:
     endpoint: Endpoint
 
 
-Effect = Send | Sleep | Wait | Run | Resolve | Close
+@dataclass(frozen=True, slots=True)
+class Race:
+    """``Send`` ``first``; if it has no answer after ``after_s``, what ``second`` gives too. The loser is cancelled.
+
+    The outcome is a ``Raced``. An overloaded or failing server's answer wins only where the other one has failed as well.
+    """
+
+    first: Send
+    second: Callable[[], Send | None]
+    after_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Raced:
+    response: WireResponse
+    by: Send
+
+
+Effect = Send | Sleep | Wait | Run | Resolve | Close | Race
 Flow = Generator[Effect, Any, T]
 
 

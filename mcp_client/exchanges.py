@@ -7,9 +7,10 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from .effects import Call, Close, Endpoint, Flow, Resolve, Send, Sleep
+from .effects import Call, Close, Endpoint, Flow, Race, Resolve, Send, Sleep
 from .endpoints import Endpoints
 from .errors import (
+    CircuitOpenError,
     ConnectionFailedError,
     DeadlineExceededError,
     MCPError,
@@ -21,6 +22,7 @@ from .protocols import ClientCodec
 from .protocols.http_common import require_success
 from .protocols.mcp_v1 import McpV1Codec
 from .protocols.oip_http import OipHttpCodec
+from .resilience.hedge import LatencyWindow
 from .resilience.retry import RetryPolicy, says_unhealthy
 from .result import Answer
 from .sharing import ask_once
@@ -44,18 +46,74 @@ class Exchanges:
         self.endpoints = endpoints
         self._retry = retry
         self._clock = clock
+        self._latencies = LatencyWindow() if retry.hedge else None
+        self.hedges = {"sent": 0, "won": 0}
 
     def locks(self) -> list[threading.Lock]:
-        return [*self.endpoints.locks(), self._retry.lock]
+        latencies = [self._latencies.lock] if self._latencies is not None else []
+        return [*self.endpoints.locks(), self._retry.lock, *latencies]
 
     def infer(self, call: Call, metadata: ModelMetadata | None, deadline: float) -> Flow[Answer]:
         """Ask for an inference, and again where that can help."""
 
         def exchange(endpoint: Endpoint) -> Flow[Answer]:
             codec = yield from self.codec(endpoint, deadline)
-            return (yield from ask_once(endpoint, codec, call.request(), metadata, deadline))
+            if self._latencies is None or not call.cacheable or call.purpose == "prefetch":
+                return (yield from ask_once(endpoint, codec, call.request(), metadata, deadline))
+            return (yield from self._hedged(call, endpoint, codec, metadata, deadline))
 
         return (yield from self.with_retries(call, deadline, exchange, repeatable=call.cacheable))
+
+    def _hedged(
+        self,
+        call: Call,
+        endpoint: Endpoint,
+        codec: ClientCodec,
+        metadata: ModelMetadata | None,
+        deadline: float,
+    ) -> Flow[Answer]:
+        """Ask, and after the 95th percentile ask a second time; the first answer counts."""
+        assert self._latencies is not None
+        request = call.request()
+        after = self._latencies.p95(request.model)
+        started = self._clock()
+        second: list[tuple[Send, float]] = []
+
+        def another() -> Send | None:
+            now = self._clock()
+            if after is None or now >= deadline or not self._retry.take():
+                return None
+            try:
+                other = self.endpoints.choose(now, tried=[endpoint], may_probe=False)
+            except CircuitOpenError:
+                return None
+            if other.codec is None:  # there is no time to find out what it speaks
+                self.endpoints.finished(other)
+                other.breaker.abandoned()
+                return None
+            send = Send(other, other.codec.infer(request, metadata), deadline)
+            second.append((send, now))
+            self.hedges["sent"] += 1
+            return send
+
+        first = Send(endpoint, codec.infer(request, metadata), deadline)
+        try:
+            raced = yield Race(first, another, deadline - started if after is None else after)
+        except BaseException as error:
+            for send, _ in second:
+                self.leave(send.endpoint, error)
+            raise
+        for send, sent_at in second:
+            if raced.by is send:
+                self.hedges["won"] += 1
+                call.endpoint = send.endpoint.url
+                self.leave(send.endpoint, None, sent_at)
+            else:
+                self.leave(send.endpoint, _CalledOff())
+        winner = codec if raced.by is first else raced.by.endpoint.codec
+        answer: Answer = winner.decode_infer(raced.response, request)
+        self._latencies.add(request.model, self._clock() - started)
+        return answer
 
     def with_retries(
         self, call: Call, deadline: float, exchange: Callable[[Endpoint], Flow[T]], *, repeatable: bool
@@ -227,6 +285,10 @@ class NotReadyError(OverloadedError):
     """The endpoint said that it is not ready; the request itself was not sent."""
 
     nothing_sent = True
+
+
+class _CalledOff(Exception):
+    """The request was not needed any more; that says nothing of its endpoint."""
 
 
 def _require_attention(response: Any) -> None:

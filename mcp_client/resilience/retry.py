@@ -50,6 +50,7 @@ class RetryPolicy:
 
     def __init__(self, config: Retry, rng: random.Random | None = None) -> None:
         self._config = config
+        self.hedge = config.hedge
         self._rng = rng or random.Random()
         self._tokens = self._BURST
         self.lock = threading.Lock()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import select
 import socket
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .._httpx import httpcore
+from ..resilience.hedge import cancelling
 from .tls import TlsContexts
 
 # A connection is closed after this, give or take a fifth, once it is idle: behind a balancer each new one may reach another
@@ -101,7 +103,15 @@ class _Stream(httpcore.NetworkStream):
         return data
 
     def write(self, buffer: bytes, timeout: float | None = None) -> None:
+        cancellation = cancelling.get()
+        if cancellation is not None:
+            cancellation.attach(self._hang_up)
         self._stream.write(buffer, _left(timeout))
+
+    def _hang_up(self) -> None:
+        """From another thread: wakes the one that waits for this connection, which then closes it."""
+        with contextlib.suppress(OSError):  # it may be closed already
+            self._stream.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         self._stream.close()

@@ -20,6 +20,7 @@ from .._httpx import httpcore, httpx
 from ..config import TLS
 from ..errors import ConfigurationError, ConnectionFailedError, DeadlineExceededError, MCPError, ProtocolError
 from ..protocols import WireRequest, WireResponse
+from ..resilience.hedge import cancelling
 from .connections import AsyncBackend, Backend, Exchange, current
 from .credential import Credential
 from .ipc import Arena
@@ -227,7 +228,9 @@ def _was_stale(exchange: Exchange, error: ConnectionFailedError) -> bool:
 
     Then the same request goes out again, on the next kept connection or a fresh one: each failure takes one out of the pool.
     """
-    stale = exchange.repeatable and not exchange.fresh and not exchange.answered
+    cancellation = cancelling.get()
+    called_off = cancellation is not None and cancellation.cancelled
+    stale = exchange.repeatable and not exchange.fresh and not exchange.answered and not called_off
     if stale:
         log.debug("a kept connection was dropped while it was idle: %s", error)
     return stale
