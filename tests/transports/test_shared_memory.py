@@ -19,7 +19,7 @@ import pytest
 
 pytest.importorskip("grpc")
 
-from mcp_client import AsyncMCPClient, DeadlineExceededError, MCPClient, Retry
+from mcp_client import AsyncMCPClient, MCPClient, Retry
 from mcp_client.errors import ServerError
 from mcp_client.transports import ipc
 from mcp_client.transports.ipc import ALIGNMENT, Arena
@@ -153,19 +153,26 @@ def test_a_server_without_the_extension_is_asked_once(url: str, monkeypatch: pyt
 
 
 def test_a_region_the_server_may_still_write_to_is_not_used_again(server: StubServer, url: str) -> None:
-    with MCPClient(url, cache=None, model="same") as client:
-        client.infer(BIG)
-        client.infer(BIG)
-        before = set(arena_of(client).registered())
-        server.latency_ms = 500
-        try:
-            with pytest.raises(DeadlineExceededError):
-                client.infer(BIG, timeout=0.1)
-        finally:
+    async def main() -> None:
+        async with AsyncMCPClient(url, cache=None, model="same") as client:
+            await client.infer(BIG)
+            await client.infer(BIG)
+            before = set(arena_of(client).registered())
+            server.latency_ms = 500
+            task = asyncio.create_task(client.infer(BIG))
+            await asyncio.sleep(0.1)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
             server.latency_ms = 0
-        assert np.array_equal(client.infer(BIG + 1).output, BIG + 1)
-        assert len(arena_of(client)._orphans) == 1
-        assert set(arena_of(client)._orphans) <= before
+            assert np.array_equal((await client.infer(BIG + 1)).output, BIG + 1)
+            assert len(arena_of(client)._orphans) == 1
+            assert set(arena_of(client)._orphans) <= before
+
+    try:
+        asyncio.run(main())
+    finally:
+        server.latency_ms = 0
 
 
 # --- the arena ----------------------------------------------------------------------------------------------
