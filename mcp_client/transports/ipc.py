@@ -181,15 +181,16 @@ def _aligned(at: int) -> int:
 
 def _create(size: int) -> Region:
     name = _PREFIX + secrets.token_hex(16)
-    fd = os.open(_FOLDER / name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    # Under another name until it is locked: a client that starts at this moment would take it for a dead one's.
+    path = _FOLDER / f".{name}"
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
-        os.posix_fallocate(
-            fd, 0, size
-        )  # fails here and now where /dev/shm is full, not as SIGBUS at the first write
+        path = path.rename(_FOLDER / name)
+        os.posix_fallocate(fd, 0, size)  # fails here where /dev/shm is full, not as SIGBUS at the first write
         memory = mmap.mmap(fd, size)
     except OSError:
-        os.unlink(_FOLDER / name)
+        path.unlink(missing_ok=True)
         os.close(fd)
         raise
     return Region(name, memory, fd, size)

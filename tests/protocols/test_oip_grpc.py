@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcp_client.errors import InvalidInputError, OverloadedError, ProtocolError, ServerError
-from mcp_client.protocols import WireResponse, oip_grpc
+from mcp_client.protocols import Shared, WireResponse, oip_grpc
 from mcp_client.protocols import oip_pb2 as pb
 from mcp_client.protocols.oip_grpc import OipGrpcCodec
 from mcp_client.request import Request
@@ -290,7 +290,20 @@ METADATA = oip_grpc.format_metadata(
 INDEX = pb.RepositoryIndexResponse(
     models=[pb.RepositoryIndexResponse.ModelIndex(name="m", version="1", state="READY")]
 ).SerializeToString()
+REGION = bytes(range(64))
+SHARED = Shared(
+    "r", {}, {"floats": (8, 12), "text": None}, lambda offset, size: REGION[offset : offset + size]
+)
+IN_REGION = joined(
+    oip_grpc.format_infer(
+        Answer.of(OUTPUTS, model="m", id="r1"), {"floats": ("r", 8, 12)}, lambda *place: None
+    )
+)
 READERS: dict[str, tuple[bytes, Any]] = {
+    "answer in shared memory": (
+        IN_REGION,
+        lambda body: CODEC.decode_shared(WireResponse(200, {}, body), REQUEST, SHARED),
+    ),
     "answer": (ANSWER, lambda body: CODEC.decode_infer(WireResponse(200, {}, body), REQUEST)),
     "stream": (
         oip_grpc.in_stream(ANSWER),
