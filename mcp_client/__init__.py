@@ -26,6 +26,7 @@ from .errors import (
     ServerTimeoutError,
 )
 from .result import InferResult
+from .telemetry.observer import Notice
 from .tensors import ModelMetadata, TensorSpec
 
 __all__ = [
@@ -48,6 +49,7 @@ __all__ = [
     "MissingExtraError",
     "ModelMetadata",
     "NotFoundError",
+    "Notice",
     "OverloadedError",
     "Prefetch",
     "ProtocolError",

@@ -28,6 +28,7 @@ from .protocols import ClientCodec
 from .request import NO_PARAMETERS, Parameter
 from .resilience.retry import RetryPolicy
 from .telemetry.api import ProfileAPI
+from .telemetry.observer import Notice, Observer
 from .telemetry.uploader import TelemetryPipe
 from .tensors import read_only
 from .transports.credential import Credential
@@ -61,6 +62,8 @@ class BaseClient(ABC):
         headers: Mapping[str, str] | None = None,
         http_client: Any = None,
         max_response_bytes: int = _MAX_RESPONSE_BYTES,
+        hooks: Callable[[Notice], None] | None = None,
+        otel: bool = False,
     ) -> None:
         if protocol not in _PROTOCOLS:
             raise ConfigurationError(f"protocol must be one of {', '.join(_PROTOCOLS)}; got {protocol!r}")
@@ -110,6 +113,7 @@ class BaseClient(ABC):
             retry=RetryPolicy(retry or Retry()),
             prefetcher=self._prefetcher,
             events=self._telemetry,
+            observer=_observer(hooks, otel),
             edge=self._edge,
             default_model=model or "",
         )
@@ -424,6 +428,16 @@ def _credentials(headers: Mapping[str, str], api_key: Any) -> bytes:
     telling = {"authorization", "proxy-authorization", "cookie", "x-api-key", "api-key", "x-auth-token"}
     said = sorted((name.lower(), value) for name, value in headers.items() if name.lower() in telling)
     return blake3(repr(said).encode()).digest() if said else b""
+
+
+def _observer(hooks: Callable[[Notice], None] | None, otel: bool) -> Observer | None:
+    if hooks is None and not otel:
+        return None
+    if not otel:
+        return Observer(hooks, None)
+    from .telemetry.otel import OpenTelemetry
+
+    return Observer(hooks, OpenTelemetry())
 
 
 def _edge_runtime(folder: str | os.PathLike[str]) -> EdgeRuntime:

@@ -154,6 +154,8 @@ class Call:
     stale: Entry | None = None  # what to fall back to if no server answers
     attempts: int = 0
     endpoint: str = ""
+    observed: bool = False  # the observer was told of its start
+    trace: Mapping[str, str] | None = None
 
     @property
     def purpose(self) -> Purpose:
@@ -179,4 +181,5 @@ class Call:
             priority=self.priority,
             timeout_ms=max(1.0, (self.deadline - time.monotonic()) * 1e3),
             purpose=self.purpose,
+            trace=self.trace,
         )

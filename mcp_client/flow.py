@@ -43,6 +43,7 @@ from .protocols import ClientCodec
 from .request import Request
 from .resilience.retry import RetryPolicy
 from .result import Answer, InferResult, Source
+from .telemetry.observer import Notice, Observer, trace_headers
 from .tensors import ModelMetadata, as_inputs, nbytes_of
 
 log = logging.getLogger("mcp_client")
@@ -102,6 +103,7 @@ class Engine:
         retry: RetryPolicy,
         prefetcher: Prefetcher | None,
         events: EventSink | None,
+        observer: Observer | None,
         edge: EdgeModels | None,
         default_model: str,
         clock: Callable[[], float] = time.monotonic,
@@ -111,6 +113,7 @@ class Engine:
         self.cache = cache
         self.prefetcher = prefetcher
         self.events = events
+        self.observer = observer
         self.edge = edge
         self.clock = clock
         self.freshness = Freshness(settings)
@@ -140,6 +143,41 @@ class Engine:
 
     def infer(self, call: Call) -> Flow[InferResult]:
         """From call to result. Errors carry the request's id, endpoint and number of attempts."""
+        observer = self.observer
+        if observer is None or call.purpose == "prefetch":
+            call.trace = trace_headers()
+            return (yield from self._infer(call))
+        call.observed = True
+        span, call.trace = observer.started(self._notice(call, "request"))
+        try:
+            result = yield from self._infer(call)
+        except BaseException as error:
+            observer.ended(self._notice(call, "error", error=error), span)
+            raise
+        observer.ended(self._notice(call, "response", result.source), span)
+        return result
+
+    def _notice(
+        self,
+        call: Call,
+        kind: Literal["request", "response", "error"],
+        source: str = "",
+        error: BaseException | None = None,
+    ) -> Notice:
+        return Notice(
+            kind,
+            call.id,
+            call.model_name or call.model or self._default_model,
+            call.session,
+            call.path,
+            call.endpoint,
+            call.attempts,
+            source,
+            (self.clock() - call.started) * 1e3,
+            error,
+        )
+
+    def _infer(self, call: Call) -> Flow[InferResult]:
         try:
             if call.inputs is None:
                 self._prepare(call, (yield from self.describe(call)))
@@ -343,6 +381,8 @@ class Engine:
             return InferResult(answer, source=source, latency_ms=latency_ms, request_id=call.id)
         with self._lock:
             self._sources[source] += 1
+        if self.observer is not None and not call.observed:
+            self.observer.ended(self._notice(call, "response", source))
         prefetcher = self.prefetcher
         if self.events is not None:
             self.events.record(
@@ -416,6 +456,7 @@ class Engine:
 
     def prepare(self, call: Call) -> Flow[None]:
         """Check the call's inputs against the model's description."""
+        call.trace = trace_headers()
         self._prepare(call, (yield from self.describe(call)))
 
     def reach(self, call: Call) -> Flow[tuple[Endpoint, ClientCodec]]:

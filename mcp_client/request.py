@@ -21,6 +21,7 @@ class Request:
 
     ``inputs`` are arrays that already fit the model (``tensors.as_inputs``). ``timeout_ms`` is what is left of the
     call's deadline when it is sent. ``session`` is the application's own id; it goes to the inference server, never to telemetry.
+    ``trace`` are the headers of W3C's trace context, if there is one.
     """
 
     model: str
@@ -34,6 +35,7 @@ class Request:
     priority: int | None = None
     timeout_ms: float | None = None
     purpose: Purpose = "demand"
+    trace: Mapping[str, str] | None = None
 
     @property
     def cacheable(self) -> bool:

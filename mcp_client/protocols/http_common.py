@@ -27,6 +27,8 @@ def request_headers(request: Request) -> dict[str, str]:
     them.
     """
     headers: dict[str, str] = {"X-MCP-Purpose": request.purpose}
+    if request.trace:
+        headers.update(request.trace)
     if request.id:
         headers["X-Request-Id"] = quote(request.id, safe=_HEADER_SAFE)
     if request.session:

@@ -1,0 +1,69 @@
+"""What an application can watch of its requests: a hook of its own, and OpenTelemetry. Neither can fail a request."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from .otel import OpenTelemetry
+
+log = logging.getLogger("mcp_client.hooks")
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """Something that happened to a demanded request: it goes to a server or the edge, or it has ended.
+
+    ``kind``: ``request`` (not for what was at hand in the cache), ``response`` or ``error``. ``source`` says who answered.
+    ``endpoint`` and ``attempts`` are those of the last attempt, ``error`` the ``MCPError``, or what interrupted the request.
+    """
+
+    kind: Literal["request", "response", "error"]
+    request_id: str
+    model: str
+    session: str = ""
+    path: str = ""
+    endpoint: str = ""
+    attempts: int = 0
+    source: str = ""
+    latency_ms: float = 0.0
+    error: BaseException | None = None
+
+
+class Observer:
+    """Hands notices on."""
+
+    def __init__(self, hook: Callable[[Notice], None] | None, otel: OpenTelemetry | None) -> None:
+        self._hook = hook
+        self._otel = otel
+
+    def started(self, notice: Notice) -> tuple[Any, Mapping[str, str] | None]:
+        """The request's span, if there is one, and the headers that tell the server of it."""
+        self._tell(notice)
+        return self._otel.started(notice) if self._otel is not None else (None, trace_headers())
+
+    def ended(self, notice: Notice, span: Any = None) -> None:
+        self._tell(notice)
+        if self._otel is not None:
+            self._otel.ended(notice, span)
+
+    def _tell(self, notice: Notice) -> None:
+        if self._hook is None:
+            return
+        try:
+            self._hook(notice)
+        except Exception:  # the application's own code
+            log.exception("the hook failed on a %s notice", notice.kind)
+
+
+def trace_headers() -> Mapping[str, str] | None:
+    """W3C ``traceparent`` and ``tracestate`` of the application's active span; none where it has no OpenTelemetry in use."""
+    if "opentelemetry.trace" not in sys.modules:  # then no span can be active
+        return None
+    from .otel import headers_of
+
+    return headers_of(None)
