@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,9 +24,10 @@ from .json_tensors import ShapeError, datatype_named, tensor_from_raw
 from .regions import ReadRegion, put_in_region, tensor_in_region
 
 try:
-    from google.protobuf.message import DecodeError, Message
+    from google.protobuf.message import Message
 
     from . import oip_pb2 as pb
+    from .protobuf_bytes import parse, split, write_varint
 except ImportError as missing:
     raise MissingExtraError("grpc", missing.name or "protobuf", "the gRPC protocol") from missing
 
@@ -74,7 +75,6 @@ _CONTENTS: Mapping[str, str] = {
     "BYTES": "bytes_contents",
 }
 _WIDE = {"int_contents": np.dtype(np.int32), "uint_contents": np.dtype(np.uint32)}
-_M = TypeVar("_M", bound="Message")
 
 
 def method(name: str) -> str:
@@ -102,8 +102,8 @@ class OipGrpcCodec:
         """One message of a stream. ``None`` for one that only says that there will be no more."""
         require_success(response)
         # Field by field, as protobuf would copy the tensors: error_message = 1, infer_response = 2.
-        rest, inner = _split(response.body, 2, "the stream's message")
-        error = _parse(pb.ModelStreamInferResponse, rest, "the stream's message").error_message
+        rest, inner = split(response.body, 2, "the stream's message")
+        error = parse(pb.ModelStreamInferResponse, rest, "the stream's message").error_message
         if error:
             raise ServerError.of(_status_told(error), error, code="stream_error")
         body = b"".join(inner)  # one, unless a sender split it, which means to merge them
@@ -135,7 +135,7 @@ class OipGrpcCodec:
     def decode_metadata(self, response: WireResponse) -> ModelMetadata:
         """The protocol can't say that an input is optional, nor that a rank is free."""
         require_success(response)
-        told = _parse(pb.ModelMetadataResponse, response.body, "the model's metadata")
+        told = parse(pb.ModelMetadataResponse, response.body, "the model's metadata")
         if not told.name:
             raise ProtocolError("the model's metadata has no name")
         versions = tuple(told.versions)
@@ -161,7 +161,7 @@ class OipGrpcCodec:
                 code="UNIMPLEMENTED",
             )
         require_success(response)
-        index = _parse(pb.RepositoryIndexResponse, response.body, "the repository index")
+        index = parse(pb.RepositoryIndexResponse, response.body, "the repository index")
         return list(dict.fromkeys(model.name for model in index.models if model.state in ("READY", "")))
 
     def ready(self) -> WireRequest:
@@ -170,7 +170,7 @@ class OipGrpcCodec:
     def decode_ready(self, response: WireResponse) -> bool:
         return (
             response.status == 200
-            and _parse(pb.ServerReadyResponse, response.body, "the readiness answer").ready
+            and parse(pb.ServerReadyResponse, response.body, "the readiness answer").ready
         )
 
 
@@ -217,87 +217,12 @@ def _status_told(error: str) -> int:
 # --- both sides: messages and tensors -----------------------------------------------------------------------
 
 
-def _parse(kind: type[_M], body: bytes, what: str) -> _M:
-    try:
-        message: _M = kind.FromString(body)
-    except (
-        DecodeError,
-        ValueError,
-    ) as error:  # ValueError: text that is not UTF-8, in the pure-Python protobuf
-        raise ProtocolError(f"{what} is not a {kind.__name__}, or is damaged ({len(body)} bytes)") from error
-    return message
-
-
-def _varint(body: bytes | memoryview, at: int) -> tuple[int, int]:
-    """The number at ``at`` and where it ends. ``IndexError`` if the bytes end first."""
-    byte = body[at]
-    if byte < 0x80:  # quick for the commonest case
-        return byte, at + 1
-    value, shift = byte & 0x7F, 7
-    while True:
-        at += 1
-        byte = body[at]
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, at + 1
-        shift += 7
-        if shift > 63:
-            raise IndexError
-
-
-def _to_varint(value: int) -> bytes:
-    out = bytearray()
-    while value > 0x7F:
-        out.append(value & 0x7F | 0x80)
-        value >>= 7
-    out.append(value)
-    return bytes(out)
-
-
-def _split(body: bytes | memoryview, field: int, what: str) -> tuple[bytes, list[memoryview]]:
-    """A message without one of its ``bytes`` fields, and that field's values, as views: nothing large is copied."""
-    tag = field << 3 | 2
-    view = memoryview(body)
-    rest: list[memoryview] = []
-    values: list[memoryview] = []
-    at = kept = 0
-    end = len(body)
-    try:
-        while at < end:
-            start = at
-            key, at = _varint(body, at)
-            kind = key & 7
-            if kind == 2:
-                length, at = _varint(body, at)
-                if key == tag:
-                    if kept < start:
-                        rest.append(view[kept:start])
-                    values.append(view[at : at + length])
-                    kept = at + length
-                at += length
-            elif kind == 0:
-                _, at = _varint(body, at)
-            elif kind in (1, 5):
-                at += 8 if kind == 1 else 4
-            else:
-                raise ProtocolError(f"{what} is damaged: wire type {kind} at byte {start}")
-    except IndexError:
-        at = end + 1
-    if at != end:
-        raise ProtocolError(f"{what} is truncated: {end} bytes, and its last field goes on")
-    if not values:
-        return bytes(body), values
-    if kept < end:
-        rest.append(view[kept:])
-    return b"".join(rest), values
-
-
 def _write_raw(field: int, arrays: Iterable[Array]) -> list[Buffer]:
     tag = bytes((field << 3 | 2,))
     parts: list[Buffer] = []
     for array in arrays:
         raw = to_raw(array)
-        parts += (tag + _to_varint(len(raw)), raw)
+        parts += (tag + write_varint(len(raw)), raw)
     return parts
 
 
@@ -439,8 +364,8 @@ def _from_contents(contents: Any, datatype: str, shape: tuple[int, ...], what: s
 def _read_answer(
     body: bytes, headers: Mapping[str, str], request: Request, shared: Shared | None = None
 ) -> Answer:
-    head, raw = _split(body, _RAW_OUTPUTS, "the response")
-    told = _parse(pb.ModelInferResponse, head, "the response")
+    head, raw = split(body, _RAW_OUTPUTS, "the response")
+    told = parse(pb.ModelInferResponse, head, "the response")
     if shared is None:
         outputs = _read_tensors(told.outputs, raw, "output", {}, None)
     else:
@@ -463,7 +388,7 @@ def _read_answer(
 
 
 def _is_final(body: bytes) -> bool:
-    parameters = _parse(pb.ModelInferResponse, body, "the response").parameters
+    parameters = parse(pb.ModelInferResponse, body, "the response").parameters
     return "triton_final_response" in parameters and parameters["triton_final_response"].bool_param
 
 
@@ -493,8 +418,8 @@ def parse_infer(body: bytes, headers: Mapping[str, str], read: ReadRegion | None
     """
     context = read_context(headers)
     try:
-        head, raw = _split(body, _RAW_INPUTS, "the request")
-        told = _parse(pb.ModelInferRequest, head, "the request")
+        head, raw = split(body, _RAW_INPUTS, "the request")
+        told = parse(pb.ModelInferRequest, head, "the request")
         if not told.inputs:
             raise ProtocolError("a request must have at least one input")
         places = _places(told.inputs, "input")
@@ -565,7 +490,7 @@ _NOTHING = np.empty(0, np.uint8)
 
 def in_stream(response: bytes) -> bytes:
     """A ``ModelInferResponse`` as one message of a stream."""
-    return b"".join((bytes((2 << 3 | 2,)), _to_varint(len(response)), response))
+    return b"".join((bytes((2 << 3 | 2,)), write_varint(len(response)), response))
 
 
 def format_metadata(metadata: ModelMetadata) -> bytes:

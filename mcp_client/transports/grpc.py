@@ -10,6 +10,7 @@ import os
 import re
 import threading
 import time
+import traceback
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -303,6 +304,10 @@ class GrpcTransport:
                     method = self._methods[wire.path] = self._connect().unary_unary(wire.path)
                 body, call = method.with_call(message, timeout=left, metadata=metadata)
             return WireResponse(200, _headers(call.initial_metadata()), body)
+        except KeyboardInterrupt as interrupt:
+            # gRPC cancels a call once nobody holds it: not the traceback either, which may be kept for long.
+            traceback.clear_frames(interrupt.__traceback__)
+            raise
         except grpc.RpcError as error:
             return self._target.failure(error, deadline)
         except ValueError as error:  # what gRPC raises on a closed channel
