@@ -38,13 +38,17 @@ class MCPClient(BaseClient):
 
     ``url``: ``http://host:port``, ``https://host:port``, ``grpc://host:port``, ``grpcs://host:port``,
     ``unix:///path`` (HTTP over a Unix socket), ``grpc+unix:///path``, or ``edge:FOLDER`` to
-    run ONNX models here with no server at all.
+    run ONNX models here with no server at all. A list of URLs is several endpoints of the same models; so is a host name with
+    several addresses, which is resolved again every 30 s and when a connection fails.
 
     ``protocol``: ``auto`` finds out on first use whether the server speaks MCP's ``/v1/infer`` or the Open Inference
     Protocol. ``model``: the default model. ``timeout``: seconds for a whole call, retries included. ``cache=None`` sends
     every call to the server. ``telemetry``: the URL of a Profile API; events go there and the learned profile comes from
     there; ``None`` sends nothing. ``edge``: a folder of ONNX models to fall back to when no server answers in time.
-    ``http_client``: your own ``httpx.Client`` (proxies, auth, transports), which you close yourself.
+    ``api_key``: a bearer token; a ``Path`` is read again when the file changes, a function is called again after a 401. ``tls``:
+    how servers are trusted and what this client shows them. ``hooks`` gets a ``Notice`` when a request starts and ends; ``otel``:
+    OpenTelemetry spans and durations (extra ``otel``).
+    ``http_client``: your own ``httpx.Client`` (proxies, auth, TLS, transports), which you close yourself.
     """
 
     def _transport(self, url: str, **options: Any) -> HttpTransport | GrpcTransport:
