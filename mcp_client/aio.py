@@ -162,13 +162,15 @@ class AsyncMCPClient(BaseClient):
     def _start_job(self, job: Job) -> None:
         self._start(self._run_job(job))
 
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     def _in_background(self, call: Call) -> None:
-        self._start(self._renew(call))
+        # A task that is cancelled before it began runs no finally: the callback comes in any case.
+        self._start(self._renew(call)).add_done_callback(lambda _: self._renewing.discard(call.key))
 
     async def _renew(self, call: Call) -> None:
         try:

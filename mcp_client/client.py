@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, cast
 
@@ -29,8 +27,6 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger("mcp_client")
-
-_MOST_RENEWALS = 4
 
 
 class MCPClient(BaseClient):
@@ -172,24 +168,21 @@ class MCPClient(BaseClient):
         self._prefetcher.in_worker(lambda: self._run_job(job))
 
     def _in_background(self, call: Call) -> None:
-        """Renew a stale entry in a thread of its own, a few at once; one that finds no room waits for the next hit."""
-        renewing = self._renewing
-        if sum(thread.is_alive() for thread in renewing) >= _MOST_RENEWALS:
-            return
+        """Renew a stale entry in a thread of its own."""
 
         def work() -> None:
             try:
                 run(self._engine.infer(call))
             except MCPError as error:
                 log.debug("a stale entry could not be renewed: %s", error)
+            finally:
+                self._renewing.discard(call.key)
 
-        thread = threading.Thread(target=work, name="mcp-renew", daemon=True)
-        renewing.append(thread)
-        thread.start()
-
-    @cached_property
-    def _renewing(self) -> deque[threading.Thread]:
-        return deque(maxlen=_MOST_RENEWALS)
+        try:
+            threading.Thread(target=work, name="mcp-renew", daemon=True).start()
+        except RuntimeError as error:  # no more threads: the next hit tries again
+            self._renewing.discard(call.key)
+            log.debug("a stale entry could not be renewed: %s", error)
 
     def _run_job(self, job: Job) -> None:
         assert self._prefetcher is not None

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
+import math
 import os
 import threading
 import time
@@ -189,8 +190,10 @@ class Engine:
                 return self._finish(call, answer, source)
             found, flight = yield from self._shared(call.key, call, self._fetch_and_store)
             source = found.source
-            if flight is not None and flight.purpose == "prefetch" and call.purpose == "demand":
+            if call.purpose == "demand" and self._came_ahead(call, source, flight):
                 source = self._use_prefetch(call)
+            elif source == "stale" and flight is None:
+                self._renew(call)
             return self._finish(call, found.answer, source, found.age_s)
         except MCPError as error:
             self._failed(call, error)
@@ -239,6 +242,22 @@ class Engine:
             self._refresh(call)
         return self._finish(call, entry.answer, "stale", now - entry.stored_at)
 
+    def _renew(self, call: Call) -> None:
+        """Fetch anew what a farther tier had, if it is stale but still handed out."""
+        assert self.cache is not None
+        now = self.clock()
+        entry = self.cache.peek(call.key, now)
+        if entry is not None and entry.fresh_until <= now < entry.revalidate_until:
+            self._refresh(call)
+
+    def _came_ahead(self, call: Call, source: Source, flight: Flight | None) -> bool:
+        """Whether a demanded answer is one that was fetched ahead, or joined a prefetch under way."""
+        if self.prefetcher is None:
+            return False
+        if flight is not None:
+            return flight.purpose == "prefetch"
+        return source == "cache" and self.prefetcher.holds(call.key)
+
     def _prepare(self, call: Call, metadata: ModelMetadata) -> None:
         """Check what the user passed against the model, before anything is sent, and give the request its fingerprint."""
         inputs = as_inputs(call.value, metadata.inputs or None)  # some servers describe no tensors
@@ -262,11 +281,16 @@ class Engine:
         tiers = self.cache if isinstance(self.cache, TieredCache) else None
         leads = False
         try:
-            if tiers is not None and call.cache != "refresh":
-                entry, leads = yield from self._ask_tiers(tiers, call)
+            if call.cache != "refresh":
+                entry = self._landed_meanwhile(call)
+                if entry is None and tiers is not None:
+                    entry, leads = yield from self._ask_tiers(tiers, call)
+                    if entry is not None:
+                        self._put(call, entry)
                 if entry is not None:
-                    self._put(call, entry)
-                    return Found(entry.answer, "cache", self.clock() - entry.stored_at)
+                    now = self.clock()
+                    source: Source = "cache" if now < entry.fresh_until else "stale"
+                    return Found(entry.answer, source, now - entry.stored_at)
             try:
                 answer, source = yield from self._fetch(call)
             except MCPError as error:
@@ -275,27 +299,53 @@ class Engine:
                 return Found(call.stale.answer, "stale", self.clock() - call.stale.stored_at)
             fresh = self._store(call, answer, source)
             if tiers is not None and fresh is not None:
-                yield Run(lambda: tiers.keep(call.key, fresh, self.clock()), call.deadline)
+                # No deadline: the tiers bound their own time, and an answer that came is not lost to keeping it.
+                yield Run(lambda: tiers.keep(call.key, fresh, self.clock()), math.inf)
             return Found(answer, source)
         finally:
             if tiers is not None and leads:
                 tiers.land(call.key, call.model_name)
 
+    def _landed_meanwhile(self, call: Call) -> Entry | None:
+        """What an equal call has put into memory between this one's look there and its becoming the leader."""
+        assert self.cache is not None
+        now = self.clock()
+        entry = self.cache.peek(call.key, now)
+        if entry is None or now >= entry.fresh_until or not _young_enough(call, entry, now):
+            return None
+        if call.purpose == "demand":
+            self.cache.get(call.key, now)  # counts the reference
+        return entry
+
     # Between two looks at the tiers while another process of this machine asks the server: a tenth of a quick inference.
     _LOOK_AGAIN_S = 0.01
 
     def _ask_tiers(self, tiers: TieredCache, call: Call) -> Flow[tuple[Entry | None, bool]]:
-        """The fresh entry behind memory, or ``None`` and whether this process is now the one to ask the server."""
+        """What is behind memory and may be handed out, or ``None`` and whether this process is the one to ask the server.
+
+        The lead comes before the look: whoever had it before has kept the answer by then. Another process is waited for
+        half of the call's time at most, since it may be stopped.
+        """
+        patience = call.started + (call.deadline - call.started) / 2
         while True:
-            entry: Entry | None = yield Run(
-                lambda: tiers.fetch(call.key, call.model_name, self.clock()), call.deadline
-            )
-            if entry is not None and self.clock() < entry.fresh_until:
-                return entry, False
-            call.stale = entry or call.stale
-            if tiers.lead(call.key, call.model_name):
+            leads = tiers.lead(call.key, call.model_name)
+            asks = False
+            try:
+                entry: Entry | None = yield Run(
+                    lambda: tiers.fetch(call.key, call.model_name, self.clock()), call.deadline
+                )
+                now = self.clock()
+                if entry is not None and self._is_of_this_model(call, entry):
+                    if _young_enough(call, entry, now) and now < _handed_out_until(call, entry):
+                        return entry, False
+                    call.stale = entry
+                asks = leads
+            finally:
+                if leads and not asks:
+                    tiers.land(call.key, call.model_name)
+            if asks:
                 return None, True
-            if self.clock() + self._LOOK_AGAIN_S >= call.deadline:
+            if now + self._LOOK_AGAIN_S >= patience:
                 return None, False
             yield Sleep(self._LOOK_AGAIN_S)
 
@@ -346,7 +396,7 @@ class Engine:
             self._metadata.pop((call.model, call.version), None)
             raise
         if self._notice_change(call, answer) and (cache := self.cache) is not None:
-            yield Run(lambda: cache.invalidate(model=answer.model), call.deadline)
+            yield Run(lambda: cache.invalidate(model=answer.model), math.inf)
         return answer
 
     def _store(self, call: Call, answer: Answer, source: Source) -> Entry | None:
@@ -443,7 +493,7 @@ class Engine:
             return False
         known = self._digests.get((answer.model, call.version))
         self._digests[(answer.model, call.version)] = identity
-        if known is None or known == identity:
+        if known is None or not _differ(known, identity):
             return False
         log.info("model %s changed on the server (%s → %s)", answer.model, known, identity)
         for named in [
@@ -451,6 +501,13 @@ class Engine:
         ]:
             self._metadata.pop(named, None)
         return True
+
+    def _is_of_this_model(self, call: Call, entry: Entry) -> bool:
+        """Whether an entry of another process is an answer of the model that the server has now, as far as is known."""
+        identity = entry.answer.digest or entry.answer.version
+        return not identity or not _differ(
+            self._digests.setdefault((entry.answer.model, call.version), identity), identity
+        )
 
     # --- for streaming.py ---
 
@@ -487,10 +544,12 @@ class Engine:
             try:
                 metadata, _ = yield from self._shared(("metadata", *name), call, self._ask_metadata)
                 self._metadata[name] = metadata
+                if metadata.digest:
+                    self._digests.setdefault((metadata.name, call.version), metadata.digest)
                 return metadata
             except MCPError as error:
                 if isinstance(error, NotFoundError):
-                    self._missing[name] = self.clock() + self._settings.not_found_s, error
+                    self._believe_missing(name, error)
                 if self.edge is None or not call.fallback or not _no_server_answered(error):
                     raise
                 server_error = error
@@ -507,6 +566,14 @@ class Engine:
         if not self.endpoints:
             self._metadata[name] = described
         return described
+
+    _MOST_MISSING = 1000  # names: whoever asks for ever new ones must not fill the memory
+
+    def _believe_missing(self, name: tuple[str, str], error: NotFoundError) -> None:
+        if len(self._missing) >= self._MOST_MISSING:
+            self._missing.clear()
+        # A copy: the error goes on to say which request it was of.
+        self._missing[name] = self.clock() + self._settings.not_found_s, copy.copy(error)
 
     def _ask_metadata(self, call: Call) -> Flow[ModelMetadata]:
         def exchange(endpoint: Endpoint) -> Flow[ModelMetadata]:
@@ -550,7 +617,8 @@ class Engine:
                 flight = self._flights.get(key)
                 leads = flight is None
                 if flight is None:
-                    flight = self._flights[key] = Flight(call.purpose)
+                    # A renewal is no prefetch: whoever joins it has not been foreseen.
+                    flight = self._flights[key] = Flight("demand" if call.background else call.purpose)
             if not leads:
                 landing: Landing = yield Wait(flight, call.deadline)
                 if landing.error is not None:
@@ -564,7 +632,7 @@ class Engine:
                 landing = Landing(value=value)
                 return value, None
             except (RequestRejectedError, NotFoundError, InvalidInputError) as error:
-                landing = Landing(error=error)
+                landing = Landing(error=copy.copy(error))  # the leader's own gets its request's id
                 raise
             finally:
                 with self._lock:
@@ -583,6 +651,21 @@ class Engine:
 
 def fingerprint_of(request: Request) -> bytes:
     return fingerprint(request.model, request.version, request.inputs, request.outputs, request.parameters)
+
+
+def _young_enough(call: Call, entry: Entry, now: float) -> bool:
+    """Whether an entry is not older than the call allows."""
+    return type(call.cache) is not float or now - entry.stored_at <= call.cache
+
+
+def _handed_out_until(call: Call, entry: Entry) -> float:
+    """A stale entry is no answer to the call that is to renew it."""
+    return entry.fresh_until if call.background else max(entry.fresh_until, entry.revalidate_until)
+
+
+def _differ(known: str, identity: str) -> bool:
+    """Whether two names of a model's state are of different ones: a digest and a version can't be compared."""
+    return known != identity and known.startswith("sha256:") == identity.startswith("sha256:")
 
 
 def _no_server_answered(error: MCPError) -> bool:

@@ -134,7 +134,7 @@ class DiskTier:
         key has one leader. Byte locks of one file: the byte's place is taken from the key, so that there is nothing to
         make or to clean up for a key; two keys share a byte with a chance of 2⁻⁶².
         """
-        if fcntl is None:
+        if fcntl is None or self._store is None:
             return True
         try:
             with self._lock:
@@ -164,6 +164,8 @@ class DiskTier:
             self._leads = None
         if self._store is not None:
             self._store.close()
+            # That was this thread's connection. Those of other threads close when nothing refers to them any more.
+            self._store._local = threading.local()
 
     def _open(self, diskcache: Any) -> Any:
         try:

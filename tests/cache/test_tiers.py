@@ -52,9 +52,9 @@ def test_memory_alone_answers_get_and_peek(cache: TieredCache, near: DiskTier) -
 def test_what_a_far_tier_has_is_kept_nearer_from_then_on(
     cache: TieredCache, near: DiskTier, far: DiskTier
 ) -> None:
-    assert cache.fetch(KEY, NOW) is None
+    assert cache.fetch(KEY, "m", NOW) is None
     far.put(KEY, entry(), NOW)
-    found = cache.fetch(KEY, NOW)
+    found = cache.fetch(KEY, "m", NOW)
     assert found is not None
     assert found.answer.outputs["y"].tolist() == [0, 1, 2]
     assert near.get(KEY, NOW) is not None
@@ -82,9 +82,9 @@ def test_a_tier_that_cannot_work_is_passed_over_and_reported(tmp_path: Path, far
     broken = DiskTier(tmp_path / "file" / "cache", max_bytes=1 << 20)
     cache = TieredCache(Cache(), [broken, far], clock=lambda: NOW)
     cache.keep(KEY, entry(), NOW)
-    assert cache.fetch(KEY, NOW) is not None
+    assert cache.fetch(KEY, "m", NOW) is not None
     cache.invalidate(model="m")
-    assert cache.fetch(KEY, NOW) is None
+    assert cache.fetch(KEY, "m", NOW) is None
     cache.clear()
     assert TieredCache(Cache(), [broken]).failures() == {"disk": 1}
     cache.close()
