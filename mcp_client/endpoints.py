@@ -58,6 +58,7 @@ class Endpoints:
 
     def __init__(self, sites: Sequence[Site], rng: random.Random | None = None) -> None:
         self.sites = tuple(sites)
+        self._named = [site for site in self.sites if site.name is not None]
         self.lock = threading.Lock()
         self._rng = rng or random.Random()
         self._retired: list[Endpoint] = []
@@ -77,8 +78,10 @@ class Endpoints:
 
     def due(self, now: float) -> list[Site]:
         """The names to resolve now. Each is handed to one caller; the rest go on with the addresses known."""
+        if not self._named:
+            return []
         with self.lock:
-            due = [site for site in self.sites if site.name is not None and now >= site.resolve_at]
+            due = [site for site in self._named if now >= site.resolve_at]
             for site in due:
                 site.resolve_at = now + _RESOLVE_EVERY_S
                 site.resolved_at = now
