@@ -162,7 +162,9 @@ def test_cache_control(headers: dict[str, str], expected: tuple[float | None, bo
         ("max-age=60, stale-while-revalidate=30, must-revalidate", 0.0, 0.0),
     ],
 )
-def test_cache_control_for_stale_answers(value: str, revalidate: float | None, on_error: float | None) -> None:
+def test_cache_control_for_stale_answers(
+    value: str, revalidate: float | None, on_error: float | None
+) -> None:
     said = freshness({"cache-control": value})
     assert (said["stale_while_revalidate_s"], said["stale_if_error_s"]) == (revalidate, on_error)
 
