@@ -44,21 +44,23 @@ class Asking:
 
     def infer(self, *args: Any, **options: Any) -> InferResult:
         outcome = self.client.infer(*args, **options)
-        return self.runner.run(outcome) if self.runner else outcome
+        result: InferResult = self.runner.run(outcome) if self.runner else outcome
+        return result
 
     def at_once(self, count: int, *args: Any, **options: Any) -> list[InferResult]:
         """``count`` equal calls from as many threads, or tasks."""
         if self.runner:
 
             async def ask() -> list[InferResult]:
-                return await asyncio.gather(*(self.client.infer(*args, **options) for _ in range(count)))
+                calls = (self.client.infer(*args, **options) for _ in range(count))
+                return list(await asyncio.gather(*calls))
 
             return self.runner.run(ask())
         barrier = threading.Barrier(count)
 
         def ask_once(_: int) -> InferResult:
             barrier.wait()
-            return self.client.infer(*args, **options)
+            return self.infer(*args, **options)
 
         with ThreadPoolExecutor(count) as pool:
             return list(pool.map(ask_once, range(count)))
