@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
+from .cache import descriptions
 from .cache.fingerprint import fingerprint
 from .cache.freshness import Freshness
 from .cache.memory import Entry, MemoryCache
@@ -546,10 +547,15 @@ class Engine:
                 self._metadata[name] = metadata
                 if metadata.digest:
                     self._digests.setdefault((metadata.name, call.version), metadata.digest)
+                yield from self._file_description(call, metadata)
                 return metadata
             except MCPError as error:
                 if isinstance(error, NotFoundError):
                     self._believe_missing(name, error)
+                if _no_server_answered(error):
+                    filed = yield from self._filed_description(call)
+                    if filed is not None:
+                        return filed
                 if self.edge is None or not call.fallback or not _no_server_answered(error):
                     raise
                 server_error = error
@@ -566,6 +572,25 @@ class Engine:
         if not self.endpoints:
             self._metadata[name] = described
         return described
+
+    def _file_description(self, call: Call, metadata: ModelMetadata) -> Flow[None]:
+        """Keep what a server said of a model behind memory, for a process that starts while it is away."""
+        tiers, key = self._tiers_for(call)
+        if tiers is not None and self.clock() < call.deadline:
+            entry = descriptions.pack(metadata, self.clock())
+            yield Run(lambda: tiers.keep(key, entry, self.clock()), call.deadline)
+
+    def _filed_description(self, call: Call) -> Flow[ModelMetadata | None]:
+        tiers, key = self._tiers_for(call)
+        if tiers is None or self.clock() >= call.deadline:
+            return None
+        entry: Entry | None = yield Run(lambda: tiers.fetch(key, "", self.clock()), call.deadline)
+        return descriptions.unpack(entry) if entry is not None else None
+
+    def _tiers_for(self, call: Call) -> tuple[TieredCache | None, bytes]:
+        tiers = self.cache if isinstance(self.cache, TieredCache) and call.cache is not False else None
+        urls = [site.url for site in self.endpoints.sites] if tiers is not None else []
+        return tiers, descriptions.key_of(urls, call.model or self._default_model, call.version)
 
     _MOST_MISSING = 1000  # names: whoever asks for ever new ones must not fill the memory
 

@@ -18,7 +18,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mcp_client import AsyncMCPClient, Cache, InferResult, MCPClient, MCPError, NotFoundError, Retry
+from mcp_client import (
+    AsyncMCPClient,
+    Cache,
+    ConnectionFailedError,
+    InferResult,
+    InvalidInputError,
+    MCPClient,
+    MCPError,
+    NotFoundError,
+    Retry,
+)
 from mcp_client.cache.normalise import rounded
 from mcp_client.cache.shared import SharedTier
 from mcp_client.cache.ttl import Rule, TTLPolicy
@@ -666,3 +676,24 @@ def test_inputs_that_are_equal_after_rounding_share_the_answer_of_the_rounded_on
     assert asking.infer([[0.2, 0.5, 0.3]], model="affine").source == "server"
     assert asking.infer([[0.11, 0.52, 0.28]], model="other").source == "server"
     assert asking.infer([[0.09, 0.48, 0.31]], model="other").source == "server", "the other has no normaliser"
+
+
+def test_a_client_that_starts_while_the_server_is_away_answers_from_disk(
+    zoo: Path, tmp_path: Path, open_client: Open
+) -> None:
+    settings = Cache(directory=tmp_path / "cache", stale_if_error_s=60.0)
+    x = np.array([[1, 2, 3]], np.float32)
+    with StubServer(zoo) as server:
+        open_client(server.url, cache=settings).infer(x, model="affine")
+        open_client(server.url, cache=settings).infer(x + 1, model="affine", cache=0.05)
+        server.stop()
+        time.sleep(0.1)
+        client = open_client(server.url, cache=settings)
+        assert client.infer(x, model="affine").source == "cache"
+        late = client.infer(x + 1, model="affine")
+        assert late.source == "stale"
+        np.testing.assert_allclose(late.output, expected(x + 1), rtol=1e-6)
+        with pytest.raises(InvalidInputError):
+            client.infer(x[:, :2], model="affine")
+        with pytest.raises(ConnectionFailedError):
+            client.infer(x + 2, model="affine")
