@@ -12,7 +12,9 @@ answers when it has more than its share or has outlived a whole turnover of the 
 from __future__ import annotations
 
 import math
+import os
 import threading
+import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -281,6 +283,25 @@ class MemoryCache:
                     hits, entries + 1, nbytes + entry.nbytes, max(oldest, now - entry.stored_at)
                 )
         return found
+
+    def export(self, file: str | os.PathLike[str]) -> int:
+        """Write what is in memory to a file; returns how many entries. ``warm`` reads it, here or on another machine."""
+        from . import archive
+
+        return archive.write(file, self.entries(), now=time.monotonic(), wall=time.time())
+
+    def warm(self, file: str | os.PathLike[str]) -> int:
+        """Take in what ``export`` wrote, within the budgets, but nothing older than what is here; returns how many."""
+        from . import archive
+
+        count = 0
+        now = time.monotonic()
+        for key, entry in archive.read(file, now=now, wall=time.time()):
+            known = self._entries.get(key)
+            if known is None or known.stored_at < entry.stored_at:
+                lost = self.put(key, entry, now)
+                count += key not in {each for each, _ in lost}
+        return count
 
     def entries(self) -> list[tuple[bytes, Entry]]:
         """What is in memory now, in no order."""

@@ -1,4 +1,4 @@
-"""``mcp-client``: ask a server from the shell, and look after the models on this machine."""
+"""``mcp-client``: ask a server from the shell, and look after the models and the answers on this machine."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from ..client import MCPClient
 from ..errors import InvalidInputError, MCPError
 from ..protocols.json_tensors import dumps, tensor_to_json
 from ..result import InferResult
+from .cache import app as cache_app
 from .models import app as models_app
 
 app = typer.Typer(
     name="mcp-client", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
 )
 app.add_typer(models_app, name="models")
+app.add_typer(cache_app, name="cache")
 
 Url = Annotated[str, typer.Argument(envvar="MCP_URL", help="http://host:port, or edge:FOLDER")]
 
