@@ -274,6 +274,30 @@ def test_every_event_arrives_once_although_the_profile_api_was_away(
         assert b"user-42" not in raw
 
 
+def test_a_new_client_prefetches_from_its_first_request_what_others_have_taught(server: StubServer) -> None:
+    with ProfileServer() as profile:
+        with MCPClient(server.url, telemetry=profile.url, prefetch=None) as teacher:
+            for reader in range(5):
+                for step in (1.0, 2.0, 3.0):
+                    teacher.infer(
+                        [step, 0.0, 9.0], model="affine", session=f"r{reader}", path=f"/step/{step}"
+                    )
+            assert teacher.flush()
+        with MCPClient(server.url, telemetry=profile.url) as fresh:
+
+            @fresh.route("/step/{n}", model="affine")
+            def step_inputs(n: str) -> list[float]:
+                return [float(n), 0.0, 9.0]
+
+            session = fresh.session("new")
+            assert session.infer(path="/step/1.0").source == "server"
+            deadline = time.monotonic() + 10
+            while fresh.stats()["prefetch"].issued == 0 and time.monotonic() < deadline:
+                time.sleep(0.01)
+            time.sleep(0.1)
+            assert session.infer(path="/step/2.0").source == "prefetch"
+
+
 # --- 6: nothing is unpickled, evaluated or imported from data ---
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -86,7 +87,11 @@ class _Window:
 
     @property
     def has_room(self) -> bool:
-        return len(self.issued_at) + 1 <= self.share * min(self.demanded, self.size)
+        """The first prefetch may follow the first demand: until the first window is full, its part of the cap is rounded up."""
+        issued = len(self.issued_at) + 1
+        return issued <= self.share * self.size and issued <= math.ceil(
+            self.share * min(self.demanded, self.size)
+        )
 
 
 def worth(candidate: Candidate) -> float:

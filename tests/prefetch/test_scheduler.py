@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from hypothesis import given, settings
@@ -118,5 +119,11 @@ def test_the_cap_holds_in_every_window(share: float, window: int, moves: list[st
             scheduler.fetched(open_ones.pop())
     for end in range(1, demanded + 1):
         inside = [at for at in sent if end - window < at <= end]
-        assert len(inside) <= share * min(window, end) + 1e-9
+        assert len(inside) <= share * window
+        assert len(inside) <= math.ceil(share * min(window, end))
     assert scheduler.stats().issued == len(sent)
+
+
+def test_the_first_demand_may_be_followed_by_a_prefetch() -> None:
+    assert len(make(max_overfetch=0.1).observe("s", "/a", 0.0)) == 1
+    assert make(max_overfetch=0.0).observe("s", "/a", 0.0) == []
