@@ -239,9 +239,10 @@ def run_in_threads(count: int, work: Callable[[int], None]) -> None:
     assert not failures
 
 
+@pytest.mark.timeout(300)
 def test_eight_threads_lose_no_update() -> None:
     store = cache(500, nbytes=40_000)
-    gets = 125_000
+    gets = 1_000_000
     lost: list[int] = [0] * 8
     put: list[int] = [0] * 8
     hits: list[int] = [0] * 8
