@@ -223,6 +223,7 @@ class Engine:
         if entry is None:
             if self.prefetcher is not None and self.prefetcher.holds(call.key):
                 self._lose_prefetch(call.key, "expired")
+            self.cache.missed(call.model_name)
             return None
         age = now - entry.stored_at
         if type(call.cache) is float and age > call.cache:

@@ -2,15 +2,19 @@
 
     "MCPA" · u8 format · then for each entry: 20 bytes fingerprint · u32 length · the entry as ``blob.py`` has it
 
-Each entry has a checksum of its own, so a damaged one costs itself and no other.
+Each entry has a checksum of its own, so what is read is right. A damaged entry costs itself; a damaged length, what comes
+after it too.
 """
 
 from __future__ import annotations
 
+import contextlib
+import glob
 import logging
 import os
 import secrets
 import struct
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -22,6 +26,7 @@ from .memory import Entry
 log = logging.getLogger("mcp_client")
 
 _MAGIC = b"MCPA\x01"
+_ABANDONED_S = 3600.0
 _RECORD = struct.Struct(f"<{SIZE}sI")
 
 
@@ -30,7 +35,8 @@ def write(
 ) -> int:
     """Write the entries that have not expired; returns how many. The file is whole or is not replaced; mode 0600."""
     path = Path(file)
-    draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    _sweep(path)
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}.draft")
     count = 0
     try:
         with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as out:
@@ -44,9 +50,28 @@ def write(
             out.flush()
             os.fsync(out.fileno())
         draft.replace(path)
+        _sync_folder(path.parent)
     finally:
         draft.unlink(missing_ok=True)
     return count
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the new name durable, where the system can (Windows can't open a folder)."""
+    if hasattr(os, "O_DIRECTORY"):
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _sweep(path: Path) -> None:
+    """Remove what a process that was killed left of its export. A younger draft may be another process's at work."""
+    for draft in path.parent.glob(f".{glob.escape(path.name)}.*.draft"):
+        with contextlib.suppress(OSError):  # somebody else swept it
+            if time.time() - draft.stat().st_mtime > _ABANDONED_S:
+                draft.unlink()
 
 
 def read(file: str | os.PathLike[str], *, now: float, wall: float) -> Iterator[tuple[bytes, Entry]]:

@@ -105,17 +105,6 @@ class DiskTier:
                 with contextlib.suppress(DamagedEntryError):
                     yield key, decode(key, blob, now=now, wall=self._wall())
 
-    def verify(self, now: float) -> tuple[int, list[bytes]]:
-        """How many entries are whole, and the keys of the damaged ones."""
-        whole, damaged = 0, []
-        for key in self._store if self._store is not None else ():
-            try:
-                decode(key, self._store.get(key) or b"", now=now, wall=self._wall())
-                whole += 1
-            except DamagedEntryError:
-                damaged.append(key)
-        return whole, damaged
-
     def _remove_all(self, keys: Sequence[bytes]) -> None:
         for key in keys:
             self._store.delete(key)
@@ -124,8 +113,15 @@ class DiskTier:
         if self._store is not None:
             self._guard.use(now, self._store.clear, None)
 
+    def size(self, now: float) -> tuple[int, int] | None:
+        """Entries, and bytes on disk; ``None`` where the disk can't say."""
+        if self._store is None:
+            return None
+        return self._guard.use(now, lambda: (len(self._store), int(self._store.volume())), None)
+
     def __len__(self) -> int:
-        return self._guard.use(float("inf"), lambda: len(self._store) if self._store is not None else 0, 0)
+        size = self.size(time.monotonic())
+        return size[0] if size is not None else 0
 
     def lead(self, key: bytes) -> bool:
         """Whether this process is to ask a server for ``key``: ``False`` while another one does.

@@ -65,9 +65,11 @@ class TierStats(NamedTuple):
 
 
 class ModelStats(NamedTuple):
-    """Of one model: hits since the cache was made; entries, their bytes and the age of the oldest in seconds, now."""
+    """Of one model, in memory: hits, misses and evictions so far; entries, their bytes and the oldest's age in seconds, now."""
 
     hits: int
+    misses: int
+    evictions: int
     entries: int
     bytes: int
     oldest_s: float
@@ -140,6 +142,8 @@ class MemoryCache:
         self._ahead_bytes = 0
         self._bytes = 0
         self._model_hits: Counter[str] = Counter()
+        self._model_misses: Counter[str] = Counter()
+        self._model_evictions: Counter[str] = Counter()
         self._hits = self._misses = self._evictions = self._expirations = 0
 
     def get(self, key: bytes, now: float) -> Entry | None:
@@ -191,36 +195,39 @@ class MemoryCache:
         (``reference=False``) and could only be kept in place of something that is more likely to be asked
         for.
         """
-        lost: list[Lost] = []
         with self._lock:
-            self._tell_policy()
-            before = self._entries.get(key)
-            if entry.nbytes > self._max_bytes:
-                if before is not None:
-                    self._drop(key)
-                return [(key, entry)]
-            if before is not None and not reference and key not in self._ahead:
-                self._entries[key] = entry  # its place stays: whoever asked for it before counts on
-                self._bytes += entry.nbytes - before.nbytes
-                while self._bytes > self._max_bytes:
-                    lost.append(self._evict(now))
-                return lost
+            return self._put(key, entry, now, reference=reference)
+
+    def _put(self, key: bytes, entry: Entry, now: float, *, reference: bool) -> list[Lost]:
+        lost: list[Lost] = []
+        self._tell_policy()
+        before = self._entries.get(key)
+        if entry.nbytes > self._max_bytes:
             if before is not None:
                 self._drop(key)
-            while self._bytes + entry.nbytes > self._max_bytes or len(self._entries) >= self._max_entries:
-                if reference:
-                    lost.append(self._evict(now))
-                elif (evicted := self._evict_for_prefetch(entry.nbytes, now)) is not None:
-                    lost.append(evicted)
-                else:
-                    return [*lost, (key, entry)]
-            self._entries[key] = entry
-            self._bytes += entry.nbytes
+            return [(key, entry)]
+        if before is not None and not reference and key not in self._ahead:
+            self._entries[key] = entry  # its place stays: whoever asked for it before counts on
+            self._bytes += entry.nbytes - before.nbytes
+            while self._bytes > self._max_bytes:
+                lost.append(self._evict(now))
+            return lost
+        if before is not None:
+            self._drop(key)
+        while self._bytes + entry.nbytes > self._max_bytes or len(self._entries) >= self._max_entries:
             if reference:
-                self._policy.insert(key, now)
+                lost.append(self._evict(now))
+            elif (evicted := self._evict_for_prefetch(entry.nbytes, now)) is not None:
+                lost.append(evicted)
             else:
-                self._ahead[key] = self._evictions
-                self._ahead_bytes += entry.nbytes
+                return [*lost, (key, entry)]
+        self._entries[key] = entry
+        self._bytes += entry.nbytes
+        if reference:
+            self._policy.insert(key, now)
+        else:
+            self._ahead[key] = self._evictions
+            self._ahead_bytes += entry.nbytes
         return lost
 
     def invalidate(
@@ -272,17 +279,39 @@ class MemoryCache:
                 bytes=self._bytes,
             )
 
+    def sizes(self) -> dict[str, tuple[int, int]]:
+        """Entries and bytes by tier."""
+        return {"memory": (len(self._entries), self._bytes)}
+
+    def missed(self, model: str) -> None:
+        """Say which model a ``get`` that found nothing was about: the cache sees fingerprints only."""
+        with self._lock:
+            self._model_misses[model] += 1
+
     def models(self, now: float) -> dict[str, ModelStats]:
-        """By model: hits, entries, bytes, age. Reads every entry."""
+        """The figures of each model. Reads every entry."""
         with self._lock:
             self._tell_policy()
-            found = {model: ModelStats(hits, 0, 0, 0.0) for model, hits in self._model_hits.items()}
+            entries: Counter[str] = Counter()
+            nbytes: Counter[str] = Counter()
+            oldest: dict[str, float] = {}
             for entry in self._entries.values():
-                hits, entries, nbytes, oldest = found.get(entry.answer.model, ModelStats(0, 0, 0, 0.0))
-                found[entry.answer.model] = ModelStats(
-                    hits, entries + 1, nbytes + entry.nbytes, max(oldest, now - entry.stored_at)
+                model = entry.answer.model
+                entries[model] += 1
+                nbytes[model] += entry.nbytes
+                oldest[model] = max(oldest.get(model, 0.0), now - entry.stored_at)
+            names = {*self._model_hits, *self._model_misses, *self._model_evictions, *entries}
+            return {
+                model: ModelStats(
+                    self._model_hits[model],
+                    self._model_misses[model],
+                    self._model_evictions[model],
+                    entries[model],
+                    nbytes[model],
+                    oldest.get(model, 0.0),
                 )
-        return found
+                for model in sorted(names)
+            }
 
     def export(self, file: str | os.PathLike[str]) -> int:
         """Write what is in memory to a file; returns how many entries. ``warm`` reads it, here or on another machine."""
@@ -297,10 +326,11 @@ class MemoryCache:
         count = 0
         now = time.monotonic()
         for key, entry in archive.read(file, now=now, wall=time.time()):
-            known = self._entries.get(key)
-            if known is None or known.stored_at < entry.stored_at:
-                lost = self.put(key, entry, now)
-                count += key not in {each for each, _ in lost}
+            with self._lock:  # what another thread stores meanwhile is younger
+                known = self._entries.get(key)
+                if known is None or known.stored_at < entry.stored_at:
+                    lost = self._put(key, entry, now, reference=True)
+                    count += key not in {each for each, _ in lost}
         return count
 
     def entries(self) -> list[tuple[bytes, Entry]]:
@@ -332,6 +362,11 @@ class MemoryCache:
 
     def _evict(self, now: float) -> Lost:
         """Make room for a demanded answer."""
+        lost = self._choose_victim(now)
+        self._model_evictions[lost[1].answer.model] += 1
+        return lost
+
+    def _choose_victim(self, now: float) -> Lost:
         self._evictions += 1
         ahead = self._ahead
         if ahead:
@@ -346,6 +381,12 @@ class MemoryCache:
 
     def _evict_for_prefetch(self, nbytes: int, now: float) -> Lost | None:
         """Make room for a prefetched answer, as far as it has a right to it."""
+        lost = self._choose_victim_for_prefetch(nbytes, now)
+        if lost is not None:
+            self._model_evictions[lost[1].answer.model] += 1
+        return lost
+
+    def _choose_victim_for_prefetch(self, nbytes: int, now: float) -> Lost | None:
         if not self._over_share(nbytes, 1):
             victim = self._policy.evict(now, spare_proven=True)
             if victim is not None:

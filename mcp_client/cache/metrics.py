@@ -30,26 +30,36 @@ class Figure(NamedTuple):
 def figures(cache: MemoryCache, now: float) -> Iterator[Figure]:
     """All of a cache's figures at ``now`` (monotonic seconds)."""
     stats = cache.stats()
+    models = cache.models(now)
     memory = {"tier": "memory"}
     yield Figure("hits", "answers found", True, memory, stats.hits)
     yield Figure("misses", "answers not found", True, memory, stats.misses)
+    yield Figure("evictions", "entries that went to make room", True, memory, stats.evictions)
+    yield Figure(
+        "expirations", "entries that went because their time was over", True, memory, stats.expirations
+    )
+    oldest = max((found.oldest_s for found in models.values()), default=0.0)
+    yield Figure("oldest_seconds", "age of the oldest entry", False, memory, oldest)
     for tier, of in stats.tiers.items():
         yield Figure("hits", "answers found", True, {"tier": tier}, of.hits)
         yield Figure("misses", "answers not found", True, {"tier": tier}, of.misses)
         yield Figure(
             "failures", "times the tier failed and was passed over", True, {"tier": tier}, of.failures
         )
-    yield Figure("evictions", "entries that went to make room", True, {}, stats.evictions)
-    yield Figure("expirations", "entries that went because their time was over", True, {}, stats.expirations)
-    yield Figure("entries", "entries in memory", False, {}, stats.entries)
-    yield Figure("bytes", "bytes in memory", False, {}, stats.bytes)
-    for model, found in cache.models(now).items():
-        labels = {"model": model}
-        yield Figure("model_hits", "answers found, by model", True, labels, found.hits)
-        yield Figure("model_entries", "entries in memory, by model", False, labels, found.entries)
-        yield Figure("model_bytes", "bytes in memory, by model", False, labels, found.bytes)
+    for tier, (entries, nbytes) in cache.sizes().items():
+        yield Figure("entries", "entries", False, {"tier": tier}, entries)
+        yield Figure("bytes", "bytes", False, {"tier": tier}, nbytes)
+    for model, found in models.items():
+        of_model = {"model": model}
+        yield Figure("model_hits", "answers found in memory", True, of_model, found.hits)
+        yield Figure("model_misses", "answers not found in memory", True, of_model, found.misses)
         yield Figure(
-            "model_oldest_seconds", "age of the oldest entry, by model", False, labels, found.oldest_s
+            "model_evictions", "entries that went from memory to make room", True, of_model, found.evictions
+        )
+        yield Figure("model_entries", "entries in memory", False, of_model, found.entries)
+        yield Figure("model_bytes", "bytes in memory", False, of_model, found.bytes)
+        yield Figure(
+            "model_oldest_seconds", "age of the oldest entry in memory", False, of_model, found.oldest_s
         )
 
 
@@ -80,14 +90,46 @@ class PrometheusCollector:
 
 def observe(cache: MemoryCache, meter: Meter, *, clock: Callable[[], float] = time.monotonic) -> None:
     """Register observable instruments ``mcp_client.cache.…`` with an OpenTelemetry meter."""
-    from opentelemetry.metrics import CallbackOptions, Observation
+    try:
+        from opentelemetry.metrics import CallbackOptions, Observation
+    except ImportError as error:
+        raise MissingExtraError("otel", "opentelemetry-api", "OpenTelemetry instruments") from error
+    latest = _Latest(cache, clock)
 
     def values(name: str) -> Callable[[CallbackOptions], list[Observation]]:
-        return lambda _: [Observation(f.value, f.labels) for f in figures(cache, clock()) if f.name == name]
+        return lambda _: [Observation(f.value, f.labels) for f in latest.figures() if f.name == name]
 
-    growing = ("hits", "misses", "failures", "evictions", "expirations", "model_hits")
-    current = ("entries", "bytes", "model_entries", "model_bytes", "model_oldest_seconds")
+    growing = (
+        "hits",
+        "misses",
+        "failures",
+        "evictions",
+        "expirations",
+        "model_hits",
+        "model_misses",
+        "model_evictions",
+    )
+    current = ("entries", "bytes", "oldest_seconds", "model_entries", "model_bytes", "model_oldest_seconds")
     for name in growing:
         meter.create_observable_counter(f"mcp_client.cache.{name}", callbacks=[values(name)])
     for name in current:
         meter.create_observable_gauge(f"mcp_client.cache.{name}", callbacks=[values(name)])
+
+
+class _Latest:
+    """One reading for all instruments of a collection: each asks for itself, and a reading goes through every entry."""
+
+    _GOOD_FOR_S = 0.5
+
+    def __init__(self, cache: MemoryCache, clock: Callable[[], float]) -> None:
+        self._cache = cache
+        self._clock = clock
+        self._read_at = float("-inf")
+        self._figures: list[Figure] = []
+
+    def figures(self) -> list[Figure]:
+        now = self._clock()
+        if now - self._read_at > self._GOOD_FOR_S:
+            self._figures = list(figures(self._cache, now))
+            self._read_at = now
+        return self._figures

@@ -107,6 +107,10 @@ class SharedTier:
 
         self._guard.use(now, work, None)
 
+    def size(self, now: float) -> tuple[int, int] | None:
+        """Unknown: counting would read the whole store. It has figures of its own."""
+        return None
+
     def lead(self, key: bytes) -> bool:
         """Always: machines don't wait for one another."""
         return True

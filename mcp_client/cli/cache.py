@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated
 
@@ -12,8 +13,9 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
+from ..cache import look
 from ..cache.disk import DiskTier
-from ..cache.fingerprint import to_text
+from ..cache.fingerprint import SIZE, to_text
 from ..cache.memory import Entry, selector
 from ..errors import ConfigurationError
 
@@ -71,49 +73,50 @@ def rm(
             "rm takes --model, --path, --session or --fingerprint; clear drops everything"
         )
     matches = selector(model, path, session)
-    tier = _open(directory)
-    fitting = [key for key, entry in tier.entries(time.monotonic()) if entry.answer.model and matches(entry)]
-    fitting = [key for key in fitting if fingerprint in (None, to_text(key))]
-    for key in fitting:
-        tier.remove(key, time.monotonic())
-    tier.close()
+    fitting = [
+        key for key, entry in _answers(directory) if matches(entry) and fingerprint in (None, to_text(key))
+    ]
+    with closing(_open(directory)) as tier:
+        for key in fitting:
+            tier.remove(key, time.monotonic())
+        failed = tier.failures
+    if failed:
+        raise ConfigurationError(
+            f"{directory} could not be written; some of {len(fitting)} entries are still there"
+        )
     typer.echo(f"{len(fitting)} entries dropped")
 
 
 @app.command()
 def clear(directory: Directory) -> None:
     """Drop everything."""
-    tier = _open(directory)
-    tier.clear(time.monotonic())
-    tier.close()
+    with closing(_open(directory)) as tier:
+        tier.clear(time.monotonic())
+        failed = tier.failures
+    if failed:
+        raise ConfigurationError(f"{directory} could not be written; what was in it is still there")
     typer.echo("cleared")
 
 
 @app.command()
 def verify(directory: Directory) -> None:
-    """Check every entry's checksum; exit status 1 if any is damaged."""
-    tier = _open(directory)
-    whole, damaged = tier.verify(time.monotonic())
-    tier.close()
-    typer.echo(f"{whole} entries are whole, {len(damaged)} damaged")
+    """Check every entry's checksum; exit status 1 if any is damaged, or the whole database is."""
+    found = list(look.entries(directory))
+    damaged = [key for key, entry in found if entry is None]
+    typer.echo(f"{len(found) - len(damaged)} entries are whole, {len(damaged)} damaged")
     for key in damaged:
-        typer.echo(f"damaged: {to_text(key) if len(key) == 20 else key!r}")
+        typer.echo(f"damaged: {to_text(key) if len(key) == SIZE else key!r}")
     if damaged:
         raise typer.Exit(1)
 
 
 def _answers(directory: Path) -> list[tuple[bytes, Entry]]:
-    tier = _open(directory)
-    try:  # an entry without a model is a model's description
-        return [(key, entry) for key, entry in tier.entries(time.monotonic()) if entry.answer.model]
-    finally:
-        tier.close()
+    # an entry without a model is a model's description
+    return [
+        (key, entry) for key, entry in look.entries(directory) if entry is not None and entry.answer.model
+    ]
 
 
 def _open(directory: Path) -> DiskTier:
-    if not (directory / "cache.db").is_file():
-        raise ConfigurationError(
-            f"{directory} is no cache: there is no cache.db in it; name the folder of Cache(directory=…)"
-        )
-    # A size that nothing is evicted for: looking must not change what is there.
-    return DiskTier(directory, max_bytes=2**62)
+    """For writing. A database that can't be read is refused before: the tier would start over, and take all with it."""
+    return DiskTier(directory, max_bytes=look.size_limit(directory))

@@ -6,6 +6,7 @@ import os
 import stat
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -91,6 +92,53 @@ def test_a_damaged_archive_gives_what_is_whole_and_one_warning(
     assert len([record for record in caplog.records if record.levelname == "WARNING"]) == 1
     for each, entry in cache.entries():
         assert entry.answer.outputs["y"].tolist() == [int.from_bytes(each, "big")] * 100
+
+
+def test_a_damaged_length_costs_what_comes_after_it_and_gives_nothing_wrong(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "answers"
+    filled(10).export(file)
+    whole = file.read_bytes()
+    for at in range(5 + 20, 5 + 24):  # the first record's length
+        for bit in (1, 0x40, 0xFF):
+            raw = bytearray(whole)
+            raw[at] ^= bit
+            file.write_bytes(raw)
+            cache = MemoryCache(Cache())
+            caplog.clear()
+            cache.warm(file)
+            assert len([record for record in caplog.records if record.levelname == "WARNING"]) == 1
+            for each, entry in cache.entries():
+                assert entry.answer.outputs["y"].tolist() == [int.from_bytes(each, "big")] * 100
+
+
+def test_what_a_killed_export_left_is_swept_and_a_running_one_is_not(tmp_path: Path) -> None:
+    old, young = tmp_path / ".answers.00.draft", tmp_path / ".answers.11.draft"
+    for draft in (old, young):
+        draft.write_bytes(b"half")
+    os.utime(old, (1, 1))
+    filled(1).export(tmp_path / "answers")
+    assert {file.name for file in tmp_path.iterdir()} == {"answers", young.name}
+
+
+def test_warming_never_replaces_what_other_threads_store_meanwhile(tmp_path: Path) -> None:
+    filled(300).export(tmp_path / "answers")
+    for _ in range(5):
+        cache = MemoryCache(Cache())
+        younger = Answer.of({"y": np.full(1, -1, np.float32)}, model="m")
+
+        def store(cache: MemoryCache = cache, younger: Answer = younger) -> None:
+            for n in range(300):
+                now = time.monotonic()
+                cache.put(key(n), Entry(younger, now, now + 60, 4), now)
+
+        thread = threading.Thread(target=store)
+        thread.start()
+        cache.warm(tmp_path / "answers")
+        thread.join()
+        assert all(entry.answer is younger for _, entry in cache.entries())
+        assert len(cache) == 300
 
 
 def test_a_file_that_is_no_archive_is_told(tmp_path: Path) -> None:
