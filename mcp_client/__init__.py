@@ -19,12 +19,14 @@ from .errors import (
     MCPError,
     MissingExtraError,
     NotFoundError,
+    NotOfferedError,
     OverloadedError,
     ProtocolError,
     RequestRejectedError,
     ServerError,
     ServerTimeoutError,
 )
+from .management import Duration, IndexEntry, ModelConfig, ModelStatistics, ServerInfo
 from .result import InferResult
 from .telemetry.observer import Notice
 from .tensors import ModelMetadata, TensorSpec
@@ -40,15 +42,20 @@ __all__ = [
     "ConfigurationError",
     "ConnectionFailedError",
     "DeadlineExceededError",
+    "Duration",
     "EdgeError",
+    "IndexEntry",
     "InferResult",
     "IntegrityError",
     "InvalidInputError",
     "MCPClient",
     "MCPError",
     "MissingExtraError",
+    "ModelConfig",
     "ModelMetadata",
+    "ModelStatistics",
     "NotFoundError",
+    "NotOfferedError",
     "Notice",
     "OverloadedError",
     "Prefetch",
@@ -56,6 +63,7 @@ __all__ = [
     "RequestRejectedError",
     "Retry",
     "ServerError",
+    "ServerInfo",
     "ServerTimeoutError",
     "Session",
     "Telemetry",

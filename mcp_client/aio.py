@@ -10,10 +10,12 @@ from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, cast
 
+from . import operations
 from .base import BaseClient, BaseEdge, BaseSession
 from .drivers import arun
 from .effects import CacheOption, Call
 from .errors import MCPError
+from .management import IndexEntry, ModelConfig, ModelStatistics, ServerInfo
 from .prefetch.prefetcher import Job
 from .request import Parameter
 from .result import InferResult
@@ -110,9 +112,47 @@ class AsyncMCPClient(BaseClient):
             return self._edge.models()
         return await arun(self._engine.models(self._call(())))
 
-    async def ready(self, timeout: float = 1.0) -> bool:
-        """Whether a server answers that it is ready."""
-        return await arun(self._engine.ready(self._call((), timeout=timeout)))
+    async def ready(
+        self, timeout: float = 1.0, *, model: str | None = None, version: str | None = None
+    ) -> bool:
+        """Whether a server answers that it is ready, or that ``model`` is."""
+        return await arun(operations.ready(self._engine, self._call((), model, version, timeout=timeout)))
+
+    async def live(self, timeout: float = 1.0) -> bool:
+        """Whether a server answers at all."""
+        return await arun(operations.live(self._engine, self._call((), timeout=timeout)))
+
+    async def server(self) -> ServerInfo:
+        """What the server is: name, version, extensions."""
+        return await arun(operations.server(self._engine, self._call(())))
+
+    async def index(self) -> list[IndexEntry]:
+        """Every model version that the server has, ready or not, and why not."""
+        return await arun(operations.index(self._engine, self._call(())))
+
+    async def config(self, model: str | None = None, version: str | None = None) -> ModelConfig:
+        """How the server is set up to run the model."""
+        return await arun(operations.config(self._engine, self._call((), model, version)))
+
+    async def statistics(self, model: str | None = None, version: str | None = None) -> list[ModelStatistics]:
+        """Counts and times of the model's versions (default: of all models), for each of the endpoints."""
+        return await arun(operations.statistics(self._engine, self._call((), model, version)))
+
+    async def load(
+        self,
+        model: str,
+        *,
+        config: str | Mapping[str, Any] | None = None,
+        files: Mapping[str, bytes] | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        """As ``MCPClient.load``."""
+        call = self._call((), model, timeout=timeout)
+        await arun(operations.load(self._engine, call, config, files or {}))
+
+    async def unload(self, model: str, *, dependents: bool = False, timeout: float | None = None) -> None:
+        """Have every endpoint serve the model no more; ``dependents``: those too that an ensemble brought along."""
+        await arun(operations.unload(self._engine, self._call((), model, timeout=timeout), dependents))
 
     @property
     def edge(self) -> AsyncEdge:

@@ -9,10 +9,12 @@ from contextlib import closing
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, cast
 
+from . import operations
 from .base import BaseClient, BaseEdge, BaseSession
 from .drivers import run
 from .effects import CacheOption, Call
 from .errors import MCPError
+from .management import IndexEntry, ModelConfig, ModelStatistics, ServerInfo
 from .prefetch.prefetcher import Job
 from .request import Parameter
 from .result import InferResult
@@ -129,9 +131,49 @@ class MCPClient(BaseClient):
             return self._edge.models()
         return run(self._engine.models(self._call(())))
 
-    def ready(self, timeout: float = 1.0) -> bool:
-        """Whether a server answers that it is ready."""
-        return run(self._engine.ready(self._call((), timeout=timeout)))
+    def ready(self, timeout: float = 1.0, *, model: str | None = None, version: str | None = None) -> bool:
+        """Whether a server answers that it is ready, or that ``model`` is."""
+        return run(operations.ready(self._engine, self._call((), model, version, timeout=timeout)))
+
+    def live(self, timeout: float = 1.0) -> bool:
+        """Whether a server answers at all."""
+        return run(operations.live(self._engine, self._call((), timeout=timeout)))
+
+    def server(self) -> ServerInfo:
+        """What the server is: name, version, extensions."""
+        return run(operations.server(self._engine, self._call(())))
+
+    def index(self) -> list[IndexEntry]:
+        """Every model version that the server has, ready or not, and why not."""
+        return run(operations.index(self._engine, self._call(())))
+
+    def config(self, model: str | None = None, version: str | None = None) -> ModelConfig:
+        """How the server is set up to run the model."""
+        return run(operations.config(self._engine, self._call((), model, version)))
+
+    def statistics(self, model: str | None = None, version: str | None = None) -> list[ModelStatistics]:
+        """Counts and times of the model's versions (default: of all models), for each of the endpoints."""
+        return run(operations.statistics(self._engine, self._call((), model, version)))
+
+    def load(
+        self,
+        model: str,
+        *,
+        config: str | Mapping[str, Any] | None = None,
+        files: Mapping[str, bytes] | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        """Have every endpoint load the model, again if it is loaded; what is cached of it is dropped.
+
+        ``config``: a configuration to use instead of the repository's (Triton's, as JSON or a dict). ``files``: the model's
+        files instead of the repository's, by path: ``{"1/model.onnx": content}``; Triton then wants ``config`` too.
+        """
+        call = self._call((), model, timeout=timeout)
+        run(operations.load(self._engine, call, config, files or {}))
+
+    def unload(self, model: str, *, dependents: bool = False, timeout: float | None = None) -> None:
+        """Have every endpoint serve the model no more; ``dependents``: those too that an ensemble brought along."""
+        run(operations.unload(self._engine, self._call((), model, timeout=timeout), dependents))
 
     @property
     def edge(self) -> Edge:

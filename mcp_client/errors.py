@@ -131,6 +131,10 @@ class NotFoundError(ServerError):
     """404: no such model, version or route."""
 
 
+class NotOfferedError(ServerError):
+    """The server does not have this call at all (an extension it lacks), or the protocol spoken with it has not."""
+
+
 class OverloadedError(ServerError):
     """429 or 503: the server asks for less; ``retry_after_s`` says for how long, if it said so."""
 

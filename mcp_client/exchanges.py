@@ -237,18 +237,6 @@ class Exchanges:
             endpoint.aside_until = endpoint.check_at = self._clock() + _ASIDE_S
             raise NotReadyError(f"{endpoint.url} is not ready", status=503, code="not_ready")
 
-    def ready(self, call: Call) -> Flow[bool]:
-        """Whether a server answers that it is ready, by the deadline."""
-        for endpoint in tuple(self.endpoints):
-            try:
-                codec = yield from self.codec(endpoint, call.deadline)
-                response = yield Send(endpoint, codec.ready(), call.deadline)
-                if codec.decode_ready(response):
-                    return True
-            except MCPError:
-                continue  # not ready is the answer, whatever the reason
-        return False
-
     def codec(self, endpoint: Endpoint, deadline: float) -> Flow[ClientCodec]:
         """What the endpoint speaks, found out on first use.
 
@@ -261,7 +249,7 @@ class Exchanges:
         if endpoint.protocol == "mcp":
             endpoint.codec = mcp
             return mcp
-        oip = yield Send(endpoint, OipHttpCodec().server_metadata(), deadline)
+        oip = yield Send(endpoint, OipHttpCodec().server(), deadline)
         _require_attention(oip)
         binary = OipHttpCodec.offers_binary(oip)
         if endpoint.protocol == "oip" or binary:

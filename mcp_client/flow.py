@@ -626,9 +626,22 @@ class Engine:
 
         return (yield from self.servers.with_retries(call, call.deadline, exchange, repeatable=True))
 
-    def ready(self, call: Call) -> Flow[bool]:
-        """Whether a server answers that it is ready, by the deadline."""
-        return (yield from self.servers.ready(call))
+    # --- for operations.py ---
+
+    def name_of(self, call: Call) -> Flow[str]:
+        """The model that a call is about: the one it names, the client's, or the server's only one."""
+        return call.model or self._default_model or (yield from self.describe(call)).name
+
+    def forget(self, model: str) -> Flow[None]:
+        """After a load or unload: what is known of the model, its answers included, is of one that is no more."""
+        for name, metadata in tuple(self._metadata.items()):
+            if model in (name[0], metadata.name):
+                self._metadata.pop(name, None)
+        for name in tuple(self._missing):
+            if name[0] in (model, ""):
+                self._missing.pop(name, None)
+        if (cache := self.cache) is not None:
+            yield Run(lambda: cache.invalidate(model=model), math.inf)
 
     # --- the one single flight ---
 

@@ -9,17 +9,19 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from mcp_client.errors import ConfigurationError, MissingExtraError, ServerError
-from mcp_client.protocols import oip_grpc
-from mcp_client.tensors import ModelMetadata, TensorSpec
+from mcp_client.protocols import grpc_status
 
+from .override import read_override
 from .routes_oip import SERVER_NAME, SERVER_VERSION
 from .service import Parsed, Reply, Service
 
 try:
     import grpc
     import grpc.aio
+    from google.protobuf.json_format import ParseDict
     from google.protobuf.message import DecodeError
 
+    from mcp_client.protocols import management_grpc, oip_grpc
     from mcp_client.protocols import oip_pb2 as pb
 except ImportError as missing:
     raise MissingExtraError("grpc", missing.name or "grpcio", "--grpc-port") from missing
@@ -64,7 +66,9 @@ def _make_server(service: Service, max_body_bytes: int) -> Any:
     unary = {name: grpc.unary_unary_rpc_method_handler(routes.observed(name)) for name in routes.METHODS}
     stream = grpc.stream_stream_rpc_method_handler(routes.stream)
     handlers = {**unary, "ModelStreamInfer": stream}
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(oip_grpc.SERVICE, handlers),))
+    server.add_generic_rpc_handlers(
+        (grpc.method_handlers_generic_handler(management_grpc.SERVICE, handlers),)
+    )
     return server
 
 
@@ -141,7 +145,7 @@ class _Routes:
                 yield oip_grpc.in_stream(reply.body)
             except ServerError as error:
                 status = error.status
-                text = f"[StatusCode.{oip_grpc.status_code(error.status)}] {error.message}"
+                text = f"[StatusCode.{grpc_status.status_code(error.status)}] {error.message}"
                 yield pb.ModelStreamInferResponse(error_message=text).SerializeToString()
             finally:
                 self._service.metrics.request("ModelStreamInfer", status)
@@ -174,43 +178,28 @@ class _Routes:
 
     async def ModelConfig(self, message: bytes, context: Any) -> bytes:
         asked = _read(pb.ModelConfigRequest, message)
-        return bytes(_config(self._models.describe(asked.name, asked.version)).SerializeToString())
+        return management_grpc.format_config(self._models.config(asked.name, asked.version))
 
     async def ModelStatistics(self, message: bytes, context: Any) -> bytes:
         asked = _read(pb.ModelStatisticsRequest, message)
-        names = [asked.name] if asked.name else self._models.ready()
-        told = pb.ModelStatisticsResponse()
-        for name in names:
-            for version in [asked.version] if asked.version else self._models.describe(name).versions:
-                metadata = self._models.get(name, version).metadata
-                figures = self._service.metrics.statistics(name, metadata.version)
-                told.model_stats.add(
-                    name=name,
-                    version=metadata.version,
-                    last_inference=figures["last_inference"],
-                    inference_count=figures["inference_count"],
-                    execution_count=figures["execution_count"],
-                    inference_stats=pb.InferStatistics(
-                        **{
-                            stage: pb.StatisticDuration(**duration)
-                            for stage, duration in figures["inference_stats"].items()
-                        }
-                    ),
-                )
-        return bytes(told.SerializeToString())
+        told = {"model_stats": self._service.statistics(asked.name, asked.version)}
+        return bytes(ParseDict(told, pb.ModelStatisticsResponse()).SerializeToString())
 
     async def RepositoryIndex(self, message: bytes, context: Any) -> bytes:
         asked = _read(pb.RepositoryIndexRequest, message)
-        told = pb.RepositoryIndexResponse()
-        for entry in self._models.index():
-            if entry.state == "READY" or not asked.ready:
-                told.models.add(**entry._asdict())
-        return bytes(told.SerializeToString())
+        entries = self._models.index()
+        return management_grpc.format_index(e for e in entries if e.state == "READY" or not asked.ready)
 
     async def RepositoryModelLoad(self, message: bytes, context: Any) -> bytes:
-        name = _read(pb.RepositoryModelLoadRequest, message).model_name
-        await asyncio.get_running_loop().run_in_executor(None, self._models.load, name)
-        self._models.get(name)  # raises why it could not be loaded
+        asked = _read(pb.RepositoryModelLoadRequest, message)
+        override = read_override(
+            {
+                name: getattr(value, value.WhichOneof("parameter_choice") or "string_param")
+                for name, value in asked.parameters.items()
+            }
+        )
+        await asyncio.get_running_loop().run_in_executor(None, self._models.load, asked.model_name, override)
+        self._models.get(asked.model_name)  # raises why it could not be loaded
         return bytes(pb.RepositoryModelLoadResponse().SerializeToString())
 
     async def RepositoryModelUnload(self, message: bytes, context: Any) -> bytes:
@@ -254,28 +243,9 @@ def _metadata(reply: Reply) -> tuple[tuple[str, str], ...]:
 
 
 async def _abort(context: Any, error: ServerError) -> bytes:
-    trailing = [(oip_grpc.ERROR_CODE, error.code)] if error.code else []
+    trailing = [(grpc_status.ERROR_CODE, error.code)] if error.code else []
     if error.retry_after_s is not None:
         trailing.append(("retry-after", f"{error.retry_after_s:.3f}"))
-    code = grpc.StatusCode[oip_grpc.status_code(error.status)]
+    code = grpc.StatusCode[grpc_status.status_code(error.status)]
     await context.abort(code, error.message, tuple(trailing))
     raise AssertionError("abort raises")
-
-
-def _config(metadata: ModelMetadata) -> Any:
-    """The model's configuration as Triton would have it: no batching of its own, so every axis is among the ``dims``."""
-
-    def shape(spec: TensorSpec) -> tuple[int, ...]:
-        return spec.shape if spec.shape is not None else (-1,)
-
-    config = pb.ModelConfig(name=metadata.name, platform=metadata.platform, backend="onnxruntime")
-    for spec in metadata.inputs:
-        config.input.add(name=spec.name, data_type=_data_type(spec), dims=shape(spec), optional=spec.optional)
-    for spec in metadata.outputs:
-        config.output.add(name=spec.name, data_type=_data_type(spec), dims=shape(spec))
-    config.model_transaction_policy.decoupled = False
-    return pb.ModelConfigResponse(config=config)
-
-
-def _data_type(spec: TensorSpec) -> Any:
-    return pb.DataType.Value("TYPE_STRING" if spec.datatype == "BYTES" else f"TYPE_{spec.datatype}")

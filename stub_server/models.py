@@ -13,8 +13,10 @@ from mcp_client.edge.model import OnnxModel, Stamp, file_digest, file_stamp
 from mcp_client.edge.onnx_file import external_files
 from mcp_client.edge.repository import ModelRepository, inside, version_order
 from mcp_client.errors import ConfigurationError, EdgeError, ServerError, listed
-from mcp_client.protocols.oip_http import IndexEntry
+from mcp_client.management import IndexEntry, ModelConfig
 from mcp_client.tensors import ModelMetadata
+
+from .override import NO_OVERRIDE, Override
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +52,12 @@ class Models:
     def __init__(self, root: str | os.PathLike[str], *, device: str = "cpu") -> None:
         self._repository = ModelRepository.open(root)
         self._device = device
-        # Guards the three below. Every change replaces values, so that readers may keep what they got.
+        # Guards the four below. Every change replaces values, so that readers may keep what they got.
         self._lock = threading.Lock()
         self._found: dict[str, list[str]] = {}
         self._loaded: dict[str, dict[str, Loaded]] = {}
         self._reasons: dict[tuple[str, str], str] = {}
+        self._overrides: dict[str, Override] = {}
         names = self._repository.models()
         if not names:
             raise ConfigurationError(
@@ -66,26 +69,28 @@ class Models:
         if self._repository.root.is_file() and self._reasons:
             raise ConfigurationError(next(iter(self._reasons.values())))
 
-    def load(self, name: str) -> None:
+    def load(self, name: str, override: Override = NO_OVERRIDE) -> None:
         """Load (again) every version of a model that is on disk now, and serve the new ones in place of the
-        old."""
-        versions = self._repository.versions(name)
+        old. ``override``: files and versions instead of the repository's, until the next load."""
+        repository = override.repository(name) or self._repository
+        versions = override.chosen(repository.versions(name))
         if not versions:
-            raise _no_such_model(name, self._repository.models())
+            raise _no_such_model(name, repository.models())
         loaded: dict[str, Loaded] = {}
         reasons: dict[tuple[str, str], str] = {}
         for version in versions:
             try:
-                loaded[version] = self._load_one(name, version)
+                loaded[version] = self._load_one(repository, name, version)
             except EdgeError as error:
                 reasons[name, version] = error.message
         with self._lock:
             self._found[name] = versions
             self._loaded[name] = loaded
+            self._overrides[name] = override
             self._reasons = {key: why for key, why in self._reasons.items() if key[0] != name} | reasons
 
-    def _load_one(self, name: str, version: str) -> Loaded:
-        file = self._repository.resolve(name, version)
+    def _load_one(self, repository: ModelRepository, name: str, version: str) -> Loaded:
+        file = repository.resolve(name, version)
         stamp = file_stamp(file.path)
         model = OnnxModel(file.path, name=name, version=version, device=self._device, digest=file.digest)
         model.warm()
@@ -146,6 +151,20 @@ class Models:
             for name, file in loaded.files.items()
         ]
         return replace(metadata, versions=ready, extra={"files": files})
+
+    def config(self, name: str, version: str = "") -> ModelConfig:
+        """As Triton would have it: no batching of its own, so every axis is among the ``dims``."""
+        metadata = self.get(name, version).metadata
+        with self._lock:
+            policy = self._overrides[metadata.name].version_policy
+        return ModelConfig(
+            name=metadata.name,
+            platform=metadata.platform,
+            backend="onnxruntime",
+            inputs=metadata.inputs,
+            outputs=metadata.outputs,
+            extra={"version_policy": policy},
+        )
 
     def ready(self) -> list[str]:
         """The ids of the models that have a version ready to run."""

@@ -4,16 +4,18 @@ ONNX models."""
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from mcp_client.errors import ProtocolError, ServerError
-from mcp_client.protocols import oip_http
+from mcp_client.protocols import management_http, oip_http
 from mcp_client.protocols.json_tensors import dumps, loads_object
 
 from .http_bodies import json_answer, lower_headers, read_body, service_of
+from .override import read_override
 from .service import Parsed
 
 SERVER_NAME = "mcp-server"
@@ -59,27 +61,30 @@ async def oip_model_ready(request: Request) -> Response:
 
 
 async def oip_model_stats(request: Request) -> Response:
-    service = service_of(request)
-    name, version = _asked(request)
-    versions = [version] if version else service.models.describe(name).versions
-    stats = [service.metrics.statistics(name, service.models.get(name, v).metadata.version) for v in versions]
-    return json_answer(dumps({"model_stats": stats}))
+    return json_answer(dumps({"model_stats": service_of(request).statistics(*_asked(request))}))
+
+
+async def oip_all_stats(request: Request) -> Response:
+    return json_answer(dumps({"model_stats": service_of(request).statistics()}))
+
+
+async def oip_model_config(request: Request) -> Response:
+    return json_answer(management_http.format_config(service_of(request).models.config(*_asked(request))))
 
 
 async def oip_index(request: Request) -> Response:
-    body = await read_body(request)
-    try:
-        only_ready = loads_object(body, "the body").get("ready") is True if body.strip() else False
-    except ProtocolError as error:
-        raise ServerError.of(400, error.message, code="malformed_request") from error
+    only_ready = (await _document(request)).get("ready") is True
     entries = service_of(request).models.index()
-    return json_answer(oip_http.format_index(e for e in entries if e.state == "READY" or not only_ready))
+    return json_answer(
+        management_http.format_index(e for e in entries if e.state == "READY" or not only_ready)
+    )
 
 
 async def oip_load(request: Request) -> Response:
     name = request.path_params["m"]
     models = service_of(request).models
-    await asyncio.get_running_loop().run_in_executor(None, models.load, name)
+    override = read_override((await _document(request)).get("parameters"))
+    await asyncio.get_running_loop().run_in_executor(None, models.load, name, override)
     models.get(name)  # raises why it could not be loaded
     return json_answer(b"{}")
 
@@ -97,11 +102,7 @@ async def oip_memory_status(request: Request) -> Response:
 
 
 async def oip_memory_register(request: Request) -> Response:
-    body = await read_body(request)
-    try:
-        asked = loads_object(body, "the body")
-    except ProtocolError as error:
-        raise ServerError.of(400, error.message, code="malformed_request") from error
+    asked = await _document(request)
     key, offset, size = asked.get("key"), asked.get("offset", 0), asked.get("byte_size")
     if not (isinstance(key, str) and type(offset) is int and type(size) is int and offset >= 0):
         raise ServerError.of(
@@ -116,6 +117,15 @@ async def oip_memory_unregister(request: Request) -> Response:
     return json_answer(b"{}")
 
 
+async def _document(request: Request) -> dict[str, Any]:
+    """The body as JSON, which may be left out."""
+    body = await read_body(request)
+    try:
+        return loads_object(body, "the body") if body.strip() else {}
+    except ProtocolError as error:
+        raise ServerError.of(400, error.message, code="malformed_request") from error
+
+
 def _asked(request: Request) -> tuple[str, str]:
     return request.path_params["m"], request.path_params.get("v", "")
 
@@ -128,8 +138,10 @@ ROUTES = [
     Route("/v2", oip_server),
     Route("/v2/health/live", oip_live),
     Route("/v2/health/ready", oip_ready),
+    Route("/v2/models/stats", oip_all_stats),  # as in Triton: a model of this name can't be described
     *(Route(path, oip_model) for path in (_MODEL, _VERSION)),
     *(Route(f"{path}/ready", oip_model_ready) for path in (_MODEL, _VERSION)),
+    *(Route(f"{path}/config", oip_model_config) for path in (_MODEL, _VERSION)),
     *(Route(f"{path}/stats", oip_model_stats) for path in (_MODEL, _VERSION)),
     *(Route(f"{path}/infer", oip_infer, methods=["POST"]) for path in (_MODEL, _VERSION)),
     *(Route(f"{path}/status", oip_memory_status) for path in (_MEMORY, _REGION)),

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mcp_client.errors import InvalidInputError, MCPError, ServerError
 from mcp_client.protocols import Buffer
@@ -65,6 +65,15 @@ class Service:
     def close(self) -> None:
         """Drop what waits; what runs now ends by itself."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def statistics(self, name: str = "", version: str = "") -> list[dict[str, Any]]:
+        """The OIP's ``model_stats``: of one version, of the ready ones of a model, or of all that are ready."""
+        found = []
+        for model in [name] if name else self.models.ready():
+            for each in [version] if version else self.models.describe(model).versions:
+                metadata = self.models.get(model, each).metadata
+                found.append(self.metrics.statistics(metadata.name, metadata.version))
+        return found
 
     async def infer(self, protocol: str, headers: Mapping[str, str], parse: Callable[[], Parsed]) -> Reply:
         """Answer one inference, or raise the ``ServerError`` to answer with."""

@@ -121,6 +121,19 @@ class McpV1Codec:
     def decode_ready(self, response: WireResponse) -> bool:
         return response.status == 200
 
+    def live(self) -> WireRequest:
+        return WireRequest("GET", "/v1/health/live")
+
+    def decode_live(self, response: WireResponse) -> bool:
+        return response.status == 200
+
+    def model_ready(self, model: str, version: str) -> WireRequest:
+        """A model that can be described can run: one that can't is answered with 404 or 503."""
+        return self.metadata(model, version)
+
+    def decode_model_ready(self, response: WireResponse) -> bool:
+        return response.status == 200
+
 
 def _tensor(tensor: Any, what: str) -> Array:
     if not isinstance(tensor, dict) or "data" not in tensor:

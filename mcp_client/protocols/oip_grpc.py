@@ -19,45 +19,20 @@ from ..result import Answer
 from ..tensors import Array, ModelMetadata, TensorSpec, datatype_of, element_count, to_raw, wire_dtype
 from . import Buffer, Shared, WireRequest, WireResponse
 from .documents import check_answer, least
-from .http_common import freshness, read_context, request_headers, retry_after
+from .grpc_status import require_success, status_told
+from .http_common import freshness, read_context, request_headers
 from .json_tensors import ShapeError, datatype_named, tensor_from_raw
 from .regions import ReadRegion, put_in_region, tensor_in_region
 
 try:
-    from google.protobuf.message import Message
-
     from . import oip_pb2 as pb
+    from .management_grpc import OipGrpcManagement, ask, method, named
     from .protobuf_bytes import parse, split, write_varint
 except ImportError as missing:
     raise MissingExtraError("grpc", missing.name or "protobuf", "the gRPC protocol") from missing
 
-SERVICE = "inference.GRPCInferenceService"
 # protobuf's own limit for one message.
 MAX_MESSAGE_BYTES = 2**31 - 1
-# gRPC's status codes as the HTTP statuses that errors.py speaks (google/rpc/code.proto lists most of these pairs).
-STATUS_OF: Mapping[str, int] = {
-    "OK": 200,
-    "CANCELLED": 499,
-    "UNKNOWN": 500,
-    "INVALID_ARGUMENT": 400,
-    "DEADLINE_EXCEEDED": 504,
-    "NOT_FOUND": 404,
-    "ALREADY_EXISTS": 409,
-    "PERMISSION_DENIED": 403,
-    "RESOURCE_EXHAUSTED": 429,
-    "FAILED_PRECONDITION": 400,
-    "ABORTED": 409,
-    "OUT_OF_RANGE": 400,
-    "UNIMPLEMENTED": 501,
-    "INTERNAL": 500,
-    "UNAVAILABLE": 503,
-    "DATA_LOSS": 500,
-    "UNAUTHENTICATED": 401,
-}
-# Where a server puts its own word for an error, and where the transport puts gRPC's.
-ERROR_CODE = "x-mcp-error-code"
-GRPC_STATUS = "grpc-status"
-
 _RAW_INPUTS, _RAW_OUTPUTS = 7, 6  # field numbers of raw_input_contents and raw_output_contents
 # Which field of InferTensorContents holds a datatype. FP16 and BF16 have none.
 _CONTENTS: Mapping[str, str] = {
@@ -77,12 +52,7 @@ _CONTENTS: Mapping[str, str] = {
 _WIDE = {"int_contents": np.dtype(np.int32), "uint_contents": np.dtype(np.uint32)}
 
 
-def method(name: str) -> str:
-    """The full name of a method of the service, as gRPC's channel takes it."""
-    return f"/{SERVICE}/{name}"
-
-
-class OipGrpcCodec:
+class OipGrpcCodec(OipGrpcManagement):
     """The client's side."""
 
     name = "oip-grpc"
@@ -105,7 +75,7 @@ class OipGrpcCodec:
         rest, inner = split(response.body, 2, "the stream's message")
         error = parse(pb.ModelStreamInferResponse, rest, "the stream's message").error_message
         if error:
-            raise ServerError.of(_status_told(error), error, code="stream_error")
+            raise ServerError.of(status_told(error), error, code="stream_error")
         body = b"".join(inner)  # one, unless a sender split it, which means to merge them
         answer = _read_answer(body, response.headers, request)
         return answer if answer.outputs or not _is_final(body) else None
@@ -113,13 +83,13 @@ class OipGrpcCodec:
     # Triton's extension for system shared memory; sharing.py decides when.
 
     def register(self, region: str, size: int) -> WireRequest:
-        return _ask(
+        return ask(
             "SystemSharedMemoryRegister",
             pb.SystemSharedMemoryRegisterRequest(name=region, key=f"/{region}", byte_size=size),
         )
 
     def unregister(self, region: str) -> WireRequest:
-        return _ask("SystemSharedMemoryUnregister", pb.SystemSharedMemoryUnregisterRequest(name=region))
+        return ask("SystemSharedMemoryUnregister", pb.SystemSharedMemoryUnregisterRequest(name=region))
 
     def infer_shared(self, request: Request, shared: Shared) -> WireRequest:
         """As ``infer``, with tensors in shared memory."""
@@ -130,7 +100,7 @@ class OipGrpcCodec:
         return _read_answer(response.body, response.headers, request, shared)
 
     def metadata(self, model: str, version: str) -> WireRequest:
-        return _ask("ModelMetadata", pb.ModelMetadataRequest(name=_named(model), version=version))
+        return ask("ModelMetadata", pb.ModelMetadataRequest(name=named(model), version=version))
 
     def decode_metadata(self, response: WireResponse) -> ModelMetadata:
         """The protocol can't say that an input is optional, nor that a rank is free."""
@@ -149,69 +119,12 @@ class OipGrpcCodec:
             digest=response.headers.get("x-model-digest", ""),
         )
 
-    def models(self) -> WireRequest:
-        return _ask("RepositoryIndex", pb.RepositoryIndexRequest(ready=True))
-
-    def decode_models(self, response: WireResponse) -> list[str]:
-        if response.status == STATUS_OF["UNIMPLEMENTED"]:
-            raise ServerError.of(
-                response.status,
-                "the server has no repository index (RepositoryIndex is Triton's extension), so its models can't be "
-                "listed; name the one you want with model=…",
-                code="UNIMPLEMENTED",
-            )
-        require_success(response)
-        index = parse(pb.RepositoryIndexResponse, response.body, "the repository index")
-        return list(dict.fromkeys(model.name for model in index.models if model.state in ("READY", "")))
-
-    def ready(self) -> WireRequest:
-        return _ask("ServerReady", pb.ServerReadyRequest())
-
-    def decode_ready(self, response: WireResponse) -> bool:
-        return (
-            response.status == 200
-            and parse(pb.ServerReadyResponse, response.body, "the readiness answer").ready
-        )
-
 
 _INFER, _STREAM = method("ModelInfer"), method("ModelStreamInfer")
 
 
-def _ask(name: str, message: Message) -> WireRequest:
-    return WireRequest("POST", method(name), body=(message.SerializeToString(),))
-
-
-def _named(model: str) -> str:
-    if not model:
-        raise InvalidInputError("the Open Inference Protocol needs the model's name; pass model=…")
-    return model
-
-
 def _lower(headers: Mapping[str, str]) -> dict[str, str]:
     return {name.lower(): value for name, value in headers.items()}
-
-
-def require_success(response: WireResponse) -> None:
-    """Raise the error that a status other than OK means; its text is the body."""
-    if response.status == 200:
-        return
-    headers = response.headers
-    code = headers.get(ERROR_CODE, "") or headers.get(GRPC_STATUS, "")
-    message = response.body.decode("utf-8", "replace").strip()
-    pushback = headers.get("grpc-retry-pushback-ms", "")  # gRFC A6
-    wait = float(pushback) / 1e3 if pushback.isascii() and pushback.isdigit() and len(pushback) < 10 else None
-    raise ServerError.of(
-        response.status,
-        message[:1000] or f"the server answered {code or response.status} and said nothing more",
-        code=code,
-        retry_after_s=wait if wait is not None else retry_after(headers, now=0.0),
-    )
-
-
-def _status_told(error: str) -> int:
-    """A stream's error is text alone; Triton begins it with the code: ``[StatusCode.INVALID_ARGUMENT] …``."""
-    code = error.partition("]")[0].removeprefix("[").removeprefix("StatusCode.").strip()
-    return STATUS_OF.get(code, 500)
 
 
 # --- both sides: messages and tensors -----------------------------------------------------------------------
@@ -228,7 +141,7 @@ def _write_raw(field: int, arrays: Iterable[Array]) -> list[Buffer]:
 
 def _write_request(request: Request, shared: Shared | None = None) -> tuple[Buffer, ...]:
     message = pb.ModelInferRequest(
-        model_name=_named(request.model), model_version=request.version, id=request.id
+        model_name=named(request.model), model_version=request.version, id=request.id
     )
     if request.parameters:
         write_parameters(message.parameters, request.parameters)
@@ -512,22 +425,3 @@ def format_metadata(metadata: ModelMetadata) -> bytes:
         outputs=specs(metadata.outputs),
     )
     return bytes(message.SerializeToString())
-
-
-def status_code(status: int) -> str:
-    """The name of the gRPC code for an HTTP status of errors.py."""
-    return _CODE_OF.get(status, "INVALID_ARGUMENT" if 400 <= status < 500 else "INTERNAL")
-
-
-_CODE_OF: Mapping[int, str] = {
-    401: "UNAUTHENTICATED",
-    403: "PERMISSION_DENIED",
-    404: "NOT_FOUND",
-    408: "DEADLINE_EXCEEDED",
-    409: "ABORTED",
-    429: "RESOURCE_EXHAUSTED",
-    499: "CANCELLED",
-    501: "UNIMPLEMENTED",
-    503: "UNAVAILABLE",
-    504: "DEADLINE_EXCEEDED",
-}

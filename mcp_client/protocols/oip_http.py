@@ -8,7 +8,7 @@ it has its ``data`` in the JSON, so both may mix.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -21,7 +21,6 @@ from .documents import check_answer, least, read_specs, read_versions, text_of, 
 from .http_common import (
     check_parameters,
     freshness,
-    name_in_path,
     read_context,
     read_parameters,
     request_headers,
@@ -32,23 +31,29 @@ from .json_tensors import (
     data_of,
     datatype_named,
     dumps,
-    loads,
     loads_object,
     shape_of,
     tensor_from_json,
     tensor_from_raw,
 )
+from .management_http import OipHttpManagement, model_path
 from .regions import ReadRegion, put_in_region, tensor_in_region
 
 _LENGTH = "Inference-Header-Content-Length"
 _BINARY_EXTENSION = "binary_tensor_data"
-EXTENSIONS = (_BINARY_EXTENSION, "model_repository", "statistics", "system_shared_memory")
+EXTENSIONS = (
+    _BINARY_EXTENSION,
+    "model_repository",
+    "model_configuration",
+    "statistics",
+    "system_shared_memory",
+)
 # The JSON is padded with spaces to a multiple of this, so that the first tensor of a body is aligned for any
 # datatype and can be used where it lies.
 _ALIGNMENT = 64
 
 
-class OipHttpCodec:
+class OipHttpCodec(OipHttpManagement):
     """The client's side. ``binary=False`` for servers without the binary extension: all tensors travel as
     JSON.
     """
@@ -114,7 +119,7 @@ class OipHttpCodec:
             header["inputs"].append(tensor)
             raw += data
         headers, body = _pack(header, raw)
-        path = f"{_model_path(request.model, request.version)}/infer"
+        path = f"{model_path(request.model, request.version)}/infer"
         return WireRequest("POST", path, {**headers, **request_headers(request)}, body)
 
     def decode_infer(self, response: WireResponse, request: Request) -> Answer:
@@ -141,7 +146,7 @@ class OipHttpCodec:
         )
 
     def metadata(self, model: str, version: str) -> WireRequest:
-        return WireRequest("GET", _model_path(model, version))
+        return WireRequest("GET", model_path(model, version))
 
     def decode_metadata(self, response: WireResponse) -> ModelMetadata:
         """Servers that know nothing of a model's tensors (MLServer, KServe) describe it with no inputs and
@@ -165,34 +170,9 @@ class OipHttpCodec:
             extra={key: value for key, value in document.items() if key not in known},
         )
 
-    def models(self) -> WireRequest:
-        return WireRequest(
-            "POST", "/v2/repository/index", {"Content-Type": "application/json"}, (dumps({"ready": True}),)
-        )
-
-    def decode_models(self, response: WireResponse) -> list[str]:
-        require_success(response)
-        index = loads(response.body, "the repository index")
-        if not isinstance(index, list) or not all(
-            isinstance(m, dict) and isinstance(m.get("name"), str) for m in index
-        ):
-            raise ProtocolError('the repository index must be a list of {"name": "…", "state": "…"}')
-        ready = [model["name"] for model in index if model.get("state", "READY") in ("READY", "")]
-        return list(dict.fromkeys(ready))
-
-    def ready(self) -> WireRequest:
-        return WireRequest("GET", "/v2/health/ready")
-
-    def decode_ready(self, response: WireResponse) -> bool:
-        return response.status == 200
-
-    def server_metadata(self) -> WireRequest:
-        """Asks what the server is and which extensions it has."""
-        return WireRequest("GET", "/v2")
-
     @staticmethod
     def offers_binary(response: WireResponse) -> bool:
-        """Whether the answer to ``server_metadata`` names the binary extension. JSON is what every server
+        """Whether the answer to ``server`` names the binary extension. JSON is what every server
         must have, so it is assumed wherever the answer says nothing.
         """
         try:
@@ -200,13 +180,6 @@ class OipHttpCodec:
         except ProtocolError:
             return False
         return response.status == 200 and isinstance(extensions, list) and _BINARY_EXTENSION in extensions
-
-
-def _model_path(model: str, version: str) -> str:
-    if not model:
-        raise InvalidInputError("the Open Inference Protocol needs the model's name; pass model=…")
-    path = f"/v2/models/{name_in_path(model, 'model')}"
-    return f"{path}/versions/{name_in_path(version, 'version')}" if version else path
 
 
 # --- both sides: a JSON header and raw tensors behind it ----------------------------------------------------
@@ -462,19 +435,3 @@ def format_metadata(metadata: ModelMetadata) -> bytes:
 def format_server(name: str, version: str) -> bytes:
     """The body of ``GET /v2``."""
     return dumps({"name": name, "version": version, "extensions": EXTENSIONS})
-
-
-class IndexEntry(NamedTuple):
-    """One model version of the repository: ``state`` is READY or UNAVAILABLE, ``reason`` says why it is not
-    ready.
-    """
-
-    name: str
-    version: str
-    state: str
-    reason: str = ""
-
-
-def format_index(entries: Iterable[IndexEntry]) -> bytes:
-    """The body of ``POST /v2/repository/index``."""
-    return dumps([entry._asdict() for entry in entries])

@@ -11,6 +11,7 @@ from ..errors import (
     ConnectionFailedError,
     DeadlineExceededError,
     MCPError,
+    NotOfferedError,
     OverloadedError,
     ProtocolError,
     ServerError,
@@ -35,7 +36,7 @@ def is_retryable(error: MCPError, *, repeatable: bool) -> bool:
 def says_unhealthy(error: MCPError) -> bool:
     """Whether an error counts against the endpoint, rather than against this one request."""
     if isinstance(error, ServerError):
-        return error.status >= 500
+        return error.status >= 500 and not isinstance(error, NotOfferedError)
     return isinstance(error, (ConnectionFailedError, DeadlineExceededError, ProtocolError))
 
 

@@ -27,7 +27,8 @@ from ..errors import (
     ProtocolError,
 )
 from ..protocols import WireRequest, WireResponse
-from ..protocols.oip_grpc import GRPC_STATUS, MAX_MESSAGE_BYTES, STATUS_OF
+from ..protocols.grpc_status import GRPC_STATUS, STATUS_OF
+from ..protocols.oip_grpc import MAX_MESSAGE_BYTES
 from .credential import Credential
 from .ipc import Arena
 

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcp_client.errors import InvalidInputError, NotFoundError, ProtocolError, RequestRejectedError
-from mcp_client.protocols import WireRequest, WireResponse, mcp_v1, oip_http
+from mcp_client.management import IndexEntry
+from mcp_client.protocols import WireRequest, WireResponse, management_http, mcp_v1, oip_http
 from mcp_client.protocols.mcp_v1 import McpV1Codec
 from mcp_client.protocols.oip_http import OipHttpCodec
 from mcp_client.request import Request
@@ -434,11 +435,11 @@ def test_metadata_that_is_none(body: bytes) -> None:
 def test_models_are_listed_once_each() -> None:
     assert McpV1Codec().decode_models(ok(mcp_v1.format_models([METADATA]))) == ["m"]
     index = [
-        oip_http.IndexEntry("m", "1", "READY"),
-        oip_http.IndexEntry("m", "2", "READY"),
-        oip_http.IndexEntry("gone", "1", "UNAVAILABLE", "unloaded"),
+        IndexEntry("m", "1", "READY"),
+        IndexEntry("m", "2", "READY"),
+        IndexEntry("gone", "1", "UNAVAILABLE", "unloaded"),
     ]
-    assert OipHttpCodec().decode_models(ok(oip_http.format_index(index))) == ["m"]
+    assert OipHttpCodec().decode_models(ok(management_http.format_index(index))) == ["m"]
     assert OipHttpCodec().decode_models(ok(b'[{"name": "n"}]')) == ["n"]  # state and version are optional
 
 

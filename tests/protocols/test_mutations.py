@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcp_client.errors import ProtocolError, ServerError
-from mcp_client.protocols import WireResponse, mcp_v1, oip_http
+from mcp_client.management import IndexEntry
+from mcp_client.protocols import WireResponse, management_http, mcp_v1, oip_http
 from mcp_client.protocols.mcp_v1 import McpV1Codec
 from mcp_client.protocols.oip_http import OipHttpCodec
 from mcp_client.request import Request
@@ -64,7 +65,7 @@ READERS: dict[str, tuple[bytes, Reader]] = {
         lambda body: OipHttpCodec().decode_metadata(WireResponse(200, {}, body)),
     ),
     "oip index": (
-        oip_http.format_index([oip_http.IndexEntry("m", "1", "READY")]),
+        management_http.format_index([IndexEntry("m", "1", "READY")]),
         lambda body: OipHttpCodec().decode_models(WireResponse(200, {}, body)),
     ),
 }

@@ -323,7 +323,7 @@ def test_models_and_their_metadata(http: httpx.Client, server: StubServer, codec
 
 
 def test_the_server_offers_the_binary_extension(http: httpx.Client, server: StubServer) -> None:
-    assert OipHttpCodec.offers_binary(send(http, server, OipHttpCodec().server_metadata()))
+    assert OipHttpCodec.offers_binary(send(http, server, OipHttpCodec().server()))
 
 
 def test_oip_statistics_count_what_happened(affine_model: Path, http: httpx.Client) -> None:

@@ -37,7 +37,7 @@ from mcp_client import (  # noqa: E402
     Retry,
     ServerError,
 )
-from mcp_client.protocols import WireRequest, oip_grpc  # noqa: E402
+from mcp_client.protocols import WireRequest, management_grpc, oip_grpc  # noqa: E402
 from mcp_client.protocols import oip_pb2 as pb  # noqa: E402
 from mcp_client.result import Answer  # noqa: E402
 from mcp_client.transports.grpc import GrpcTransport  # noqa: E402
@@ -68,7 +68,7 @@ def peer() -> Iterator[Callable[..., str]]:
             for name, work in (streams or {}).items():
                 handlers[name] = grpc.stream_stream_rpc_method_handler(work)
             server.add_generic_rpc_handlers(
-                (grpc.method_handlers_generic_handler(oip_grpc.SERVICE, handlers),)
+                (grpc.method_handlers_generic_handler(management_grpc.SERVICE, handlers),)
             )
             port = server.add_insecure_port("127.0.0.1:0")
             server.start()
@@ -149,9 +149,9 @@ def test_errors_are_the_same_kinds_as_over_http(server: StubServer) -> None:
         finally:
             server.error_rate = 0.0
     transport = GrpcTransport(server.grpc_url, headers={}, max_response_bytes=2**20)
-    wire = WireRequest("POST", oip_grpc.method("ModelInfer"), body=(b"\xff",))
+    wire = WireRequest("POST", management_grpc.method("ModelInfer"), body=(b"\xff",))
     assert transport.send(wire, time.monotonic() + 5).status == 400
-    wire = WireRequest("POST", oip_grpc.method("NoSuchMethod"))
+    wire = WireRequest("POST", management_grpc.method("NoSuchMethod"))
     assert transport.send(wire, time.monotonic() + 5).status == 501
     transport.close()
 
@@ -164,7 +164,7 @@ def test_management_over_grpc(tmp_path: Path) -> None:
 
         def ask(name: str, request: Any, answer: Any) -> Any:
             call = channel.unary_unary(
-                oip_grpc.method(name), type(request).SerializeToString, answer.FromString
+                management_grpc.method(name), type(request).SerializeToString, answer.FromString
             )
             return call(request, timeout=10)
 
