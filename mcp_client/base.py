@@ -389,7 +389,7 @@ class BaseEdge:
     def _sync(self, models: Sequence[str] | None, progress: Callable[..., None] | None) -> SyncReport:
         from ._httpx import httpx
         from .edge.sync import sync
-        from .transports.http import bearer_auth
+        from .transports.httpx_client import bearer_auth
         from .transports.tls import TlsContexts
 
         sites = self._client._engine.endpoints.sites

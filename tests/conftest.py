@@ -22,7 +22,7 @@ settings.load_profile("no_deadline")
 
 if os.environ.get("TEST_HTTP_LIBRARY") == "httpx":
     # An application may have pinned the original: then the SDK must do with it (see mcp_client/_httpx.py).
-    sys.modules["httpx2"] = sys.modules["httpcore2"] = None  # type: ignore[assignment]
+    sys.modules["httpx2"] = None  # type: ignore[assignment]
 
 
 @pytest.fixture(autouse=True)

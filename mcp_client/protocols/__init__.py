@@ -34,7 +34,7 @@ class WireResponse:
 
     status: int
     headers: Mapping[str, str]
-    body: bytes
+    body: Buffer
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,7 +63,7 @@ def require_success(response: WireResponse) -> None:
         return
     headers = response.headers
     code = headers.get(ERROR_CODE, "") or headers.get(GRPC_STATUS, "")
-    message = response.body.decode("utf-8", "replace").strip()
+    message = bytes(response.body).decode("utf-8", "replace").strip()
     pushback = headers.get("grpc-retry-pushback-ms", "")  # gRFC A6
     wait = float(pushback) / 1e3 if pushback.isascii() and pushback.isdigit() and len(pushback) < 10 else None
     raise ServerError.of(

@@ -123,7 +123,7 @@ def server_error(response: WireResponse) -> ServerError:
 
 def _told(response: WireResponse) -> tuple[str, str]:
     """The message and code in the body, or two empty strings."""
-    body = response.body
+    body = bytes(response.body)
     try:
         document = loads(body, "error")
     except ProtocolError:

@@ -36,20 +36,24 @@ class OipGrpcManagement:
 
     def decode_server(self, response: WireResponse) -> ServerInfo:
         require_offered(response, "server metadata")
-        return read_server(plain(parse(pb.ServerMetadataResponse, response.body, "the server's metadata")))
+        return read_server(
+            plain(parse(pb.ServerMetadataResponse, bytes(response.body), "the server's metadata"))
+        )
 
     def live(self) -> WireRequest:
         return ask("ServerLive", pb.ServerLiveRequest())
 
     def decode_live(self, response: WireResponse) -> bool:
-        return response.status == 200 and bool(parse(pb.ServerLiveResponse, response.body, "the answer").live)
+        return response.status == 200 and bool(
+            parse(pb.ServerLiveResponse, bytes(response.body), "the answer").live
+        )
 
     def ready(self) -> WireRequest:
         return ask("ServerReady", pb.ServerReadyRequest())
 
     def decode_ready(self, response: WireResponse) -> bool:
         return response.status == 200 and bool(
-            parse(pb.ServerReadyResponse, response.body, "the answer").ready
+            parse(pb.ServerReadyResponse, bytes(response.body), "the answer").ready
         )
 
     def model_ready(self, model: str, version: str) -> WireRequest:
@@ -57,7 +61,7 @@ class OipGrpcManagement:
 
     def decode_model_ready(self, response: WireResponse) -> bool:
         return response.status == 200 and bool(
-            parse(pb.ModelReadyResponse, response.body, "the answer").ready
+            parse(pb.ModelReadyResponse, bytes(response.body), "the answer").ready
         )
 
     def models(self) -> WireRequest:
@@ -78,7 +82,7 @@ class OipGrpcManagement:
 
     def decode_index(self, response: WireResponse) -> list[IndexEntry]:
         require_offered(response, "repository index")
-        told = parse(pb.RepositoryIndexResponse, response.body, "the repository index")
+        told = parse(pb.RepositoryIndexResponse, bytes(response.body), "the repository index")
         return read_index(plain(told)["models"])
 
     def statistics(self, model: str, version: str) -> WireRequest:
@@ -87,7 +91,7 @@ class OipGrpcManagement:
     def decode_statistics(self, response: WireResponse) -> list[ModelStatistics]:
         require_offered(response, "model statistics")
         return read_statistics(
-            plain(parse(pb.ModelStatisticsResponse, response.body, "the model statistics"))
+            plain(parse(pb.ModelStatisticsResponse, bytes(response.body), "the model statistics"))
         )
 
     def config(self, model: str, version: str) -> WireRequest:
@@ -95,7 +99,7 @@ class OipGrpcManagement:
 
     def decode_config(self, response: WireResponse) -> ModelConfig:
         require_offered(response, "model configuration")
-        told = parse(pb.ModelConfigResponse, response.body, "the model's configuration")
+        told = parse(pb.ModelConfigResponse, bytes(response.body), "the model's configuration")
         return read_config(plain(told.config))
 
     def load(
@@ -138,7 +142,7 @@ def named(model: str) -> str:
 
 def require_offered(response: WireResponse, what: str) -> None:
     if response.status == STATUS_OF["UNIMPLEMENTED"]:
-        said = response.body.decode("utf-8", "replace").strip()[:200]
+        said = bytes(response.body).decode("utf-8", "replace").strip()[:200]
         raise NotOfferedError(
             f"this server does not offer the {what} (it answered UNIMPLEMENTED{': ' if said else ''}{said})",
             status=response.status,

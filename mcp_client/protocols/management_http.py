@@ -62,7 +62,8 @@ class OipHttpManagement:
         if response.status != 200:
             return False
         return (
-            not response.body.strip() or loads_object(response.body, "the answer").get("ready") is not False
+            not bytes(response.body).strip()
+            or loads_object(response.body, "the answer").get("ready") is not False
         )
 
     def models(self) -> WireRequest:

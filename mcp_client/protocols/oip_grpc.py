@@ -66,13 +66,13 @@ class OipGrpcCodec(OipGrpcManagement):
 
     def decode_infer(self, response: WireResponse, request: Request) -> Answer:
         require_success(response)
-        return _read_answer(response.body, response.headers, request)
+        return _read_answer(bytes(response.body), response.headers, request)
 
     def decode_stream(self, response: WireResponse, request: Request) -> Answer | None:
         """One message of a stream. ``None`` for one that only says that there will be no more."""
         require_success(response)
         # Field by field, as protobuf would copy the tensors: error_message = 1, infer_response = 2.
-        rest, inner = split(response.body, 2, "the stream's message")
+        rest, inner = split(bytes(response.body), 2, "the stream's message")
         error = parse(pb.ModelStreamInferResponse, rest, "the stream's message").error_message
         if error:
             raise ServerError.of(status_told(error), error, code="stream_error")
@@ -97,7 +97,7 @@ class OipGrpcCodec(OipGrpcManagement):
 
     def decode_shared(self, response: WireResponse, request: Request, shared: Shared) -> Answer:
         require_success(response)
-        return _read_answer(response.body, response.headers, request, shared)
+        return _read_answer(bytes(response.body), response.headers, request, shared)
 
     def metadata(self, model: str, version: str) -> WireRequest:
         return ask("ModelMetadata", pb.ModelMetadataRequest(name=named(model), version=version))
@@ -105,7 +105,7 @@ class OipGrpcCodec(OipGrpcManagement):
     def decode_metadata(self, response: WireResponse) -> ModelMetadata:
         """The protocol can't say that an input is optional, nor that a rank is free."""
         require_success(response)
-        told = parse(pb.ModelMetadataResponse, response.body, "the model's metadata")
+        told = parse(pb.ModelMetadataResponse, bytes(response.body), "the model's metadata")
         if not told.name:
             raise ProtocolError("the model's metadata has no name")
         versions = tuple(told.versions)

@@ -215,7 +215,7 @@ def _pack(header: dict[str, Any], raw: list[Buffer]) -> tuple[dict[str, str], tu
     return {"Content-Type": "application/octet-stream", _LENGTH: str(len(document))}, (document, *raw)
 
 
-def _unpack(body: bytes, headers: Mapping[str, str], what: str) -> tuple[dict[str, Any], memoryview]:
+def _unpack(body: Buffer, headers: Mapping[str, str], what: str) -> tuple[dict[str, Any], memoryview]:
     length = headers.get(_LENGTH.lower())
     if length is None:
         return loads_object(body, what), memoryview(b"")

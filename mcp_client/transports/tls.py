@@ -7,7 +7,6 @@ import ssl
 import threading
 from typing import Any
 
-from .._httpx import httpx
 from ..config import TLS
 from ..errors import ConfigurationError
 
@@ -62,6 +61,10 @@ class TlsContexts:
     def _make(self) -> ssl.SSLContext:
         config = self._config
         if config is None:
+            from .._httpx import (
+                httpx,
+            )  # late: it costs a tenth of a second, and knows where certifi's authorities are
+
             context: ssl.SSLContext = httpx.create_ssl_context()
         else:
             if config.ca is None:
