@@ -1,0 +1,141 @@
+"""Servers we did not write, each started for a ``with`` on free ports of the loopback interface. No pytest needed.
+
+with triton() as server:
+    print(server.http, server.grpc)          # http://127.0.0.1:40123 grpc://127.0.0.1:40124
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from . import triton_repository
+from .venvs import PeerError, packages_of, python_of
+
+_START_S = 120.0  # a loaded machine of two cores needs 20 s for all of Triton's models
+_STOP_S = 15.0
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A running server: its URLs as the client takes them, and the file that its output goes to."""
+
+    name: str
+    http: str
+    grpc: str
+    log: Path
+
+
+@contextmanager
+def triton(models: Sequence[str] = ("identity_fp32_2",)) -> Iterator[Server]:
+    """A real Triton, with models of its Python backend that ``triton_repository`` describes.
+
+    By default there is ``identity_fp32_2`` only: ``x`` FP32 [-1, -1] → ``y``, unchanged.
+    """
+    python = python_of("triton")
+    packages = packages_of(python)
+    home = packages / "pytriton" / "tritonserver"
+    with tempfile.TemporaryDirectory(prefix="mcp-triton-") as scratch:
+        repository = triton_repository.write(Path(scratch) / "models", models)
+        backends = triton_repository.backends(Path(scratch) / "backends", home)
+        http, grpc = free_ports(2)
+        command = [
+            str(home / "bin" / "tritonserver"),
+            f"--model-repository={repository}",
+            f"--backend-directory={backends}",
+            "--model-control-mode=explicit",
+            "--load-model=*",
+            "--model-load-thread-count=4",
+            "--http-address=127.0.0.1",
+            f"--http-port={http}",
+            "--grpc-address=127.0.0.1",
+            f"--grpc-port={grpc}",
+            "--allow-metrics=false",
+        ]
+        # The backend's stub takes the first numpy it finds, and with one of 2 or newer answers wrong numbers.
+        environment = {
+            "PYTHONPATH": str(packages),
+            "PYTHONNOUSERSITE": "1",
+            "PATH": f"{python.parent}:{os.environ['PATH']}",
+        }
+        with _running("triton", command, environment, http, grpc, Path(scratch) / "log") as server:
+            yield server
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of the loopback interface that nobody listens on now."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+    finally:
+        for each in sockets:
+            each.close()
+
+
+@contextmanager
+def _running(
+    name: str, command: list[str], environment: Mapping[str, str], http: int, grpc: int, log: Path
+) -> Iterator[Server]:
+    """Start a server in a process group of its own, wait until it is ready, and end the whole group afterwards."""
+    server = Server(name, f"http://127.0.0.1:{http}", f"grpc://127.0.0.1:{grpc}", log)
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "MCP_"))}
+    with open(log, "wb") as output:
+        process = subprocess.Popen(
+            ["setpriv", "--pdeathsig", "TERM", *command],  # a suite that is killed takes its servers along
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**inherited, **environment},
+            cwd=log.parent,
+            start_new_session=True,
+        )
+    try:
+        _wait_until_ready(server, process)
+        yield server
+    finally:
+        _end(process)
+
+
+def _wait_until_ready(server: Server, process: subprocess.Popen[bytes]) -> None:
+    give_up = time.monotonic() + _START_S
+    while time.monotonic() < give_up:
+        if process.poll() is not None:
+            raise PeerError(
+                f"{server.name} ended with status {process.returncode} as it started:\n{_tail(server.log)}"
+            )
+        try:
+            with urllib.request.urlopen(f"{server.http}/v2/health/ready", timeout=2):
+                return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.1)
+    raise PeerError(f"{server.name} was not ready within {_START_S:.0f} s:\n{_tail(server.log)}")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ask the group to stop, then make it."""
+    for signum, patience in ((signal.SIGTERM, _STOP_S), (signal.SIGKILL, _STOP_S)):
+        try:
+            os.killpg(process.pid, signum)
+        except ProcessLookupError:
+            break
+        try:
+            process.wait(patience)
+        except subprocess.TimeoutExpired:
+            continue
+    process.wait(_STOP_S)
+
+
+def _tail(log: Path, size: int = 6000) -> str:
+    return log.read_text(errors="replace")[-size:]

@@ -1,0 +1,63 @@
+"""Triton's model repository for the cases: what each model takes and gives, and which script of ``triton_models/`` runs it."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from tests.models import IDENTITY_TYPES
+
+_SCRIPTS = Path(__file__).parent / "triton_models"
+DATATYPES = tuple(IDENTITY_TYPES)
+
+# name: (script, inputs, outputs, further configuration). A tensor is (name, datatype, dims).
+Tensor = tuple[str, str, list[int]]
+MODELS: dict[str, tuple[str, list[Tensor], list[Tensor], str]] = {
+    # Triton has no tensors of rank 0, and a model's inputs have one rank: identity_fp32_1, identity_fp32_2, …
+    f"identity_{datatype.lower()}_{rank}": (
+        "identity",
+        [("x", datatype, [-1] * rank)],
+        [("y", datatype, [-1] * rank)],
+        "",
+    )
+    for datatype in DATATYPES
+    for rank in (1, 2)
+}
+
+
+def write(folder: Path, models: Iterable[str]) -> Path:
+    """Lay down the named models; returns ``folder``."""
+    for name in models:
+        script, inputs, outputs, further = MODELS[name]
+        version = folder / name / "1"
+        version.mkdir(parents=True)
+        shutil.copy(_SCRIPTS / f"{script}.py", version / "model.py")
+        config = [
+            'backend: "python"',
+            "instance_group [{kind: KIND_CPU count: 1}]",
+            *(_tensor("input", *tensor) for tensor in inputs),
+            *(_tensor("output", *tensor) for tensor in outputs),
+            further,
+        ]
+        (folder / name / "config.pbtxt").write_text("\n".join(config))
+    return folder
+
+
+def backends(folder: Path, home: Path) -> Path:
+    """Triton's backends with the stub for this version of Python put in its place, which the wheel leaves to its user."""
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    python = folder / "python"
+    python.mkdir(parents=True)
+    for part in (home / "backends" / "python").iterdir():
+        (python / part.name).symlink_to(part)
+    stub = python / "triton_python_backend_stub"
+    stub.unlink(missing_ok=True)
+    stub.symlink_to(home / "python_backend_stubs" / version / "triton_python_backend_stub")
+    return folder
+
+
+def _tensor(kind: str, name: str, datatype: str, dims: list[int]) -> str:
+    triton = "STRING" if datatype == "BYTES" else datatype
+    return f'{kind} [{{name: "{name}" data_type: TYPE_{triton} dims: {dims}}}]'
