@@ -4,6 +4,7 @@
 """
 
 from .aio import AsyncMCPClient, AsyncSession
+from .classification import Class
 from .client import MCPClient, Session
 from .config import TLS, Cache, Prefetch, Retry, Telemetry
 from .errors import (
@@ -38,6 +39,7 @@ __all__ = [
     "AuthenticationError",
     "Cache",
     "CircuitOpenError",
+    "Class",
     "ClientClosedError",
     "ConfigurationError",
     "ConnectionFailedError",

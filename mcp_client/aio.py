@@ -17,7 +17,7 @@ from .effects import CacheOption, Call
 from .errors import MCPError
 from .management import IndexEntry, ModelConfig, ModelStatistics, ServerInfo
 from .prefetch.prefetcher import Job
-from .request import Parameter
+from .request import Outputs, Parameter
 from .result import InferResult
 from .sharing import leave
 from .streaming import open_stream
@@ -56,7 +56,7 @@ class AsyncMCPClient(BaseClient):
         *,
         model: str | None = None,
         version: str | None = None,
-        outputs: Sequence[str] | None = None,
+        outputs: Outputs | None = None,
         parameters: Mapping[str, Parameter] | None = None,
         session: str | None = None,
         path: str | None = None,
@@ -64,10 +64,24 @@ class AsyncMCPClient(BaseClient):
         timeout: float | None = None,
         cache: CacheOption = True,
         fallback: bool = True,
+        headers: Mapping[str, str] | None = None,
+        request_id: str | None = None,
     ) -> InferResult:
         """As ``MCPClient.infer``. Cancelling the task cancels the exchange on the wire."""
         call = self._call(
-            inputs, model, version, outputs, parameters, session, path, priority, timeout, cache, fallback
+            inputs,
+            model,
+            version,
+            outputs,
+            parameters,
+            session,
+            path,
+            priority,
+            timeout,
+            cache,
+            fallback,
+            headers,
+            request_id,
         )
         self._loop = asyncio.get_running_loop()
         result = self._engine.hit(call)
@@ -79,16 +93,29 @@ class AsyncMCPClient(BaseClient):
         *,
         model: str | None = None,
         version: str | None = None,
-        outputs: Sequence[str] | None = None,
+        outputs: Outputs | None = None,
         parameters: Mapping[str, Parameter] | None = None,
         session: str | None = None,
         path: str | None = None,
         priority: int | None = None,
         timeout: float | None = None,
+        headers: Mapping[str, str] | None = None,
+        request_id: str | None = None,
     ) -> AsyncIterator[InferResult]:
         """As ``MCPClient.stream``, with ``async for``. (Leave an iterator early with ``contextlib.aclosing``.)"""
         call = self._call(
-            inputs, model, version, outputs, parameters, session, path, priority, timeout, cache=False
+            inputs,
+            model,
+            version,
+            outputs,
+            parameters,
+            session,
+            path,
+            priority,
+            timeout,
+            cache=False,
+            headers=headers,
+            request_id=request_id,
         )
         stream = await arun(open_stream(self._engine, call))
         with stream.accounted():

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from blake3 import blake3
 
+from . import call_options
 from .cache.memory import CacheStats, MemoryCache
 from .cache.tiers import TieredCache, open_cache
 from .cache.ttl import TTLPolicy
@@ -25,7 +26,7 @@ from .errors import ClientClosedError, ConfigurationError, InvalidInputError
 from .flow import Engine, fingerprint_of
 from .prefetch.prefetcher import Job, Prefetcher
 from .protocols import ClientCodec
-from .request import NO_PARAMETERS, Parameter
+from .request import NO_PARAMETERS, Outputs, Parameter
 from .resilience.retry import RetryPolicy
 from .telemetry.api import ProfileAPI
 from .telemetry.observer import Notice, Observer
@@ -171,7 +172,7 @@ class BaseClient(ABC):
         *,
         model: str | None = None,
         version: str | None = None,
-        outputs: Sequence[str] | None = None,
+        outputs: Outputs | None = None,
         parameters: Mapping[str, Parameter] | None = None,
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """Register a builder that makes the inputs for any path of a template, so that pages never seen can be fetched.
@@ -256,7 +257,7 @@ class BaseClient(ABC):
         inputs: Any,
         model: str | None = None,
         version: str | None = None,
-        outputs: Sequence[str] | None = None,
+        outputs: Outputs | None = None,
         parameters: Mapping[str, Parameter] | None = None,
         session: str | None = None,
         path: str | None = None,
@@ -264,6 +265,8 @@ class BaseClient(ABC):
         timeout: float | None = None,
         cache: CacheOption = True,
         fallback: bool = True,
+        headers: Mapping[str, str] | None = None,
+        request_id: str | None = None,
     ) -> Call:
         started = time.monotonic()
         if self._closed:
@@ -284,12 +287,16 @@ class BaseClient(ABC):
             inputs = built.value
             model, version = model or built.model, version or built.version
             outputs, parameters = outputs or built.outputs, parameters or built.parameters
-        if outputs is not None and (
-            isinstance(outputs, str) or not all(isinstance(name, str) for name in outputs)
-        ):
-            raise InvalidInputError(f"outputs must be a list of output names; got {outputs!r}")
+        classes: dict[str, int] | None = None
+        if outputs is not None:
+            classes = call_options.classes(outputs)
+        server_timeout_ms: float | None = None
         if parameters is not None:
-            _check_parameters(parameters)
+            parameters, priority, server_timeout_ms = call_options.parameters(parameters, priority)
+        if headers is not None:
+            call_options.check_headers(headers)
+        if request_id is not None and (not isinstance(request_id, str) or not request_id):
+            raise InvalidInputError(f"request_id must be a non-empty string; got {request_id!r}")
         if type(cache) is int:
             cache = float(cache)
         if not (
@@ -312,7 +319,10 @@ class BaseClient(ABC):
             fallback=fallback,
             started=started,
             deadline=started + seconds,
-            id=self._engine.new_id(),
+            id=request_id or self._engine.new_id(),
+            classes=classes,
+            headers=headers,
+            server_timeout_ms=server_timeout_ms,
         )
 
     def _prefetch_call(self, job: Job) -> Call:
@@ -457,14 +467,6 @@ def _number(name: str, text: str) -> float:
         return float(text)
     except ValueError:
         raise ConfigurationError(f"{name} must be a number; got {text!r}") from None
-
-
-def _check_parameters(parameters: Mapping[str, Parameter]) -> None:
-    for name, value in parameters.items():
-        if not isinstance(name, str) or not isinstance(value, (str, int, float, bool)):
-            raise InvalidInputError(
-                f"parameters must map names to strings, numbers or booleans; got {name!r}: {value!r}"
-            )
 
 
 # --- fork: the child gets a client that works, with connections and threads of its own ---

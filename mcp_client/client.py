@@ -16,7 +16,7 @@ from .effects import CacheOption, Call
 from .errors import MCPError
 from .management import IndexEntry, ModelConfig, ModelStatistics, ServerInfo
 from .prefetch.prefetcher import Job
-from .request import Parameter
+from .request import Outputs, Parameter
 from .result import InferResult
 from .sharing import leave
 from .streaming import open_stream
@@ -64,7 +64,7 @@ class MCPClient(BaseClient):
         *,
         model: str | None = None,
         version: str | None = None,
-        outputs: Sequence[str] | None = None,
+        outputs: Outputs | None = None,
         parameters: Mapping[str, Parameter] | None = None,
         session: str | None = None,
         path: str | None = None,
@@ -72,6 +72,8 @@ class MCPClient(BaseClient):
         timeout: float | None = None,
         cache: CacheOption = True,
         fallback: bool = True,
+        headers: Mapping[str, str] | None = None,
+        request_id: str | None = None,
     ) -> InferResult:
         """Run a model on ``inputs``: an array, a nested list, a scalar, or a dict of them by input name.
 
@@ -80,11 +82,30 @@ class MCPClient(BaseClient):
         server, keep nothing); ``"refresh"`` (ask the server, keep the answer); or a TTL in seconds. ``fallback=False``
         rules out the edge. ``inputs`` may be left out where a route makes them from ``path``.
 
+        ``outputs``: the names of those wanted, in the order of the result (default: all); as a dict, name → how many of the
+        best classes are wanted instead of the tensor (``None``: the tensor), which ``result.classes(name)`` reads.
+        ``parameters`` go to the server as they are; of the Open Inference Protocol's own ones ``sequence_id`` (with
+        ``sequence_start`` and ``sequence_end``) makes this a step of a sequence, which is never cached nor sent twice, and
+        ``timeout`` (microseconds) is what the server is told instead of what is left of the call's own. ``headers``: of this
+        request alone, over gRPC as metadata. ``request_id``: instead of one made here.
+
         Raises ``InvalidInputError`` (nothing was sent), ``ServerError`` and its kinds, ``ConnectionFailedError``,
         ``DeadlineExceededError``, ``ProtocolError``, ``EdgeError``: all are ``MCPError``.
         """
         call = self._call(
-            inputs, model, version, outputs, parameters, session, path, priority, timeout, cache, fallback
+            inputs,
+            model,
+            version,
+            outputs,
+            parameters,
+            session,
+            path,
+            priority,
+            timeout,
+            cache,
+            fallback,
+            headers,
+            request_id,
         )
         result = self._engine.hit(call)
         return result if result is not None else run(self._engine.infer(call))
@@ -95,12 +116,14 @@ class MCPClient(BaseClient):
         *,
         model: str | None = None,
         version: str | None = None,
-        outputs: Sequence[str] | None = None,
+        outputs: Outputs | None = None,
         parameters: Mapping[str, Parameter] | None = None,
         session: str | None = None,
         path: str | None = None,
         priority: int | None = None,
         timeout: float | None = None,
+        headers: Mapping[str, str] | None = None,
+        request_id: str | None = None,
     ) -> Iterator[InferResult]:
         """Run a model that may answer with any number of responses (decoupled models), and hand them out as they come.
 
@@ -108,7 +131,18 @@ class MCPClient(BaseClient):
         closing the iterator, cancels it on the server. Arguments and errors as for ``infer``.
         """
         call = self._call(
-            inputs, model, version, outputs, parameters, session, path, priority, timeout, cache=False
+            inputs,
+            model,
+            version,
+            outputs,
+            parameters,
+            session,
+            path,
+            priority,
+            timeout,
+            cache=False,
+            headers=headers,
+            request_id=request_id,
         )
         stream = run(open_stream(self._engine, call))
         with stream.accounted(), closing(stream.transport.stream(stream.wire, stream.deadline)) as responses:

@@ -12,7 +12,7 @@ from .cache.memory import Entry
 from .errors import MCPError
 from .prefetch.prefetcher import Job
 from .protocols import ClientCodec, WireRequest, WireResponse
-from .request import Parameter, Purpose, Request
+from .request import NO_CLASSES, NO_HEADERS, Parameter, Purpose, Request
 from .resilience.breaker import CircuitBreaker
 from .resilience.load import Load
 from .tensors import Array
@@ -156,6 +156,10 @@ class Call:
     endpoint: str = ""
     observed: bool = False  # the observer was told of its start
     trace: Mapping[str, str] | None = None
+    # rarely used
+    classes: Mapping[str, int] | None = None
+    headers: Mapping[str, str] | None = None
+    server_timeout_ms: float | None = None  # what the server is told instead of what is left of the deadline
 
     @property
     def purpose(self) -> Purpose:
@@ -179,7 +183,11 @@ class Call:
             session=self.session,
             path=self.path,
             priority=self.priority,
-            timeout_ms=max(1.0, (self.deadline - time.monotonic()) * 1e3),
+            timeout_ms=max(1.0, (self.deadline - time.monotonic()) * 1e3)
+            if self.server_timeout_ms is None
+            else self.server_timeout_ms,
             purpose=self.purpose,
             trace=self.trace,
+            classes=self.classes or NO_CLASSES,
+            headers=self.headers or NO_HEADERS,
         )

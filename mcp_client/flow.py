@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 from .cache import descriptions
-from .cache.fingerprint import fingerprint
+from .cache.fingerprint import extended, fingerprint
 from .cache.freshness import Freshness
 from .cache.memory import Entry, MemoryCache
 from .cache.tiers import TieredCache
@@ -42,7 +42,7 @@ from .errors import (
 from .exchanges import Exchanges
 from .prefetch.prefetcher import Prefetcher
 from .protocols import ClientCodec
-from .request import Request
+from .request import NO_CLASSES, NO_HEADERS, Request
 from .resilience.retry import RetryPolicy
 from .result import Answer, InferResult, Source
 from .telemetry.observer import Notice, Observer, trace_headers
@@ -277,6 +277,8 @@ class Engine:
             self.cache is not None or self.events is not None
         ):  # nobody else asks for it, and it reads every input
             call.key = fingerprint(metadata.name, call.version, inputs, call.outputs, call.parameters)
+            if call.classes or call.headers:
+                call.key = extended(call.key, call.classes or NO_CLASSES, call.headers or NO_HEADERS)
 
     def _fetch_and_store(self, call: Call) -> Flow[Found]:
         """What the leader of a flight does: the tiers behind memory, else a server or the edge, else what is stale."""
@@ -449,7 +451,8 @@ class Engine:
                 call.prefetch_id,
                 "used" if source == "prefetch" else "",
             )
-        if prefetcher is not None and call.session and call.path:
+        # One with headers of its own is not learned from: fetched ahead without them it would be another request.
+        if prefetcher is not None and call.session and call.path and not call.headers:
             prefetcher.observe(call)
         return InferResult(answer, source=source, latency_ms=latency_ms, request_id=call.id, age_s=age_s)
 
@@ -689,7 +692,8 @@ class Engine:
 
 
 def fingerprint_of(request: Request) -> bytes:
-    return fingerprint(request.model, request.version, request.inputs, request.outputs, request.parameters)
+    key = fingerprint(request.model, request.version, request.inputs, request.outputs, request.parameters)
+    return extended(key, request.classes, request.headers) if request.classes or request.headers else key
 
 
 def _young_enough(call: Call, entry: Entry, now: float) -> bool:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
+from .classification import read_classes
 from .errors import MCPError, listed
 from .tensors import Array, read_only
 
@@ -67,6 +68,12 @@ class InferResult:
                 f"take one by name, result[name], of {listed(list(self.outputs))}"
             )
         return next(iter(self.outputs.values()))
+
+    def classes(self, name: str | None = None) -> list[Any]:
+        """The best classes in an output that was asked for with ``outputs={name: count}``: a list of ``Class``, best first
+        (of a batch: a list of such lists). ``name`` may be left out where there is one output."""
+        array = self.output if name is None else self[name]
+        return read_classes(array, "the output" if name is None else f"output {name!r}")
 
     def __getitem__(self, name: str) -> Array:
         try:

@@ -78,6 +78,7 @@ def _question(request: Request) -> object:
         request.model,
         request.version,
         request.outputs,
+        tuple(request.classes.items()),
         tuple((name, array.shape) for name, array in request.inputs.items()),
     )
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from mcp_client.edge.labels import LABELS_FILE, has_labels_file
 from mcp_client.edge.model import OnnxModel, Stamp, file_digest, file_stamp
 from mcp_client.edge.onnx_file import external_files
 from mcp_client.edge.repository import ModelRepository, inside, version_order
@@ -95,7 +96,8 @@ class Models:
         model = OnnxModel(file.path, name=name, version=version, device=self._device, digest=file.digest)
         model.warm()
         files = {file.path.name: ServedFile(file.path, file.digest, stamp)}
-        for part in external_files(file.path):
+        labels = [LABELS_FILE] if has_labels_file(file.path) else []
+        for part in [*external_files(file.path), *labels]:
             beside = inside(file.path.parent, part)
             files[part] = ServedFile(beside, file_digest(beside), file_stamp(beside))
         return Loaded(model, files)

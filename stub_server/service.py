@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from mcp_client.classification import classified
 from mcp_client.errors import InvalidInputError, MCPError, ServerError
 from mcp_client.protocols import Buffer
 from mcp_client.protocols.http_common import Context, read_context, response_hash
@@ -170,6 +171,8 @@ def _compute(loaded: Loaded, request: Request) -> tuple[float, Answer]:
     started = time.monotonic()
     try:
         outputs = loaded.model.run(request.inputs, request.outputs)
+        if request.classes:
+            outputs = classified(outputs, request.classes, loaded.model.labels)
     except InvalidInputError as error:
         raise ServerError.of(400, error.message, code="invalid_input") from error
     except MCPError as error:

@@ -88,6 +88,12 @@ def fingerprint(
     return hasher.digest(SIZE)
 
 
+def extended(fp: bytes, classes: Mapping[str, int], headers: Mapping[str, str]) -> bytes:
+    """The fingerprint of a request that asks for classes, or has headers of its own: the answer may depend on both."""
+    names = {name.lower(): value for name, value in headers.items()}
+    return blake3(_MAGIC + b"+" + fp + _encode_parameters(classes) + _encode_parameters(names)).digest(SIZE)
+
+
 def to_text(fp: bytes) -> str:
     """A fingerprint as 32 characters: base32 in lower case, fit for a URL, a file name and telemetry."""
     return base64.b32encode(fp).decode("ascii").lower()

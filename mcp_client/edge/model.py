@@ -24,6 +24,7 @@ from ..errors import (
 from ..tensors import Array, ModelMetadata, TensorSpec, datatype_of, dtype_of
 from .device import usable_cores
 from .files import Stamp, file_digest, file_stamp
+from .labels import Labels
 from .onnx_file import ranks_known
 from .optimised import OptimisedGraphs
 
@@ -86,6 +87,7 @@ class OnnxModel:
         stamp = file_stamp(self.path)
         digest = digest or file_digest(self.path)
         self._session: Any = self._open(digest)
+        self.labels = Labels(self.path)
         if file_stamp(self.path) != stamp:
             raise IntegrityError(
                 f"{self.path} changed while it was loaded; replace a model with a rename, not in place"

@@ -56,6 +56,12 @@ def external_files(path: Path) -> tuple[str, ...]:
         return tuple(sorted(found))
 
 
+def metadata_props(path: Path) -> dict[str, str]:
+    """What the exporter wrote into the file beside the graph: key → value."""
+    with _View(path) as view:
+        return {view.text(entry, 1): view.text(entry, 2) for entry in view.messages(view.whole, 14)}
+
+
 class _View:
     """The bytes of a model file, as spans of protobuf messages."""
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+from ..classification import classified
 from ..errors import ClientClosedError, EdgeError, IntegrityError
 from ..request import Request
 from ..result import Answer
@@ -92,10 +93,11 @@ class EdgeRuntime:
         """
         model = self._model(request.model, request.version)
         found = model.metadata
+        outputs = model.run(request.inputs, request.outputs)
+        if request.classes:
+            outputs = classified(outputs, request.classes, model.labels)
         return Answer(
-            MappingProxyType(
-                model.run(request.inputs, request.outputs)
-            ),  # read-only and nobody else's already
+            MappingProxyType(outputs),  # read-only and nobody else's already
             model=found.name,
             version=found.version,
             id=request.id,

@@ -22,6 +22,7 @@ from ..errors import (
     ServerError,
 )
 from .download import download
+from .labels import LABELS_FILE
 from .onnx_file import external_files
 from .repository import DIGEST_FILE, MODEL_FILE, ModelRepository, inside, is_digest
 from .staging import Staging, locked, private_folder
@@ -136,7 +137,8 @@ def _fetch(
         sizes = dict(announced.files.values())
         if not model_file.exists():
             received += get("", model_file, announced.digest, sizes.get(announced.digest))
-        for name in external_files(model_file):
+        labels = [LABELS_FILE] if LABELS_FILE in announced.files else []
+        for name in [*external_files(model_file), *labels]:
             file = inside(staging.folder, name)
             if name in (MODEL_FILE, DIGEST_FILE) or name.endswith(".part"):
                 raise IntegrityError(f"a model can't keep its tensors in a file named {name!r}")

@@ -11,14 +11,14 @@ import secrets
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Protocol
 
 from ..config import Prefetch
 from ..errors import InvalidInputError, MCPError, NotFoundError, RequestRejectedError, ServerError
-from ..request import Parameter, Request
+from ..request import Outputs, Parameter, Request
 from .book import RequestBook
 from .predictor import NO_CANDIDATE, Candidate, Predictor
 from .profile import Profile
@@ -44,7 +44,7 @@ class Job:
     value: Any
     model: str | None = None
     version: str | None = None
-    outputs: Sequence[str] | None = None
+    outputs: Outputs | None = None
     parameters: Mapping[str, Parameter] | None = None
     session: str = ""
     path: str = ""
@@ -213,7 +213,7 @@ class Prefetcher:
             request = self._book.get(candidate.path)
             if request is None:
                 return None
-            built = Job(request.inputs, request.model, request.version, request.outputs, request.parameters)
+            built = Job(request.inputs, request.model, request.version, request.wanted, request.parameters)
         with self._lock:
             self._under_way.add(candidate.path)
         return replace(

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ..errors import ConfigurationError
-from ..request import Parameter
+from ..request import Outputs, Parameter
 
 Params = dict[str, str | int]
 
@@ -28,7 +28,7 @@ class Route:
     builder: Callable[..., Any]
     model: str | None = None
     version: str | None = None
-    outputs: Sequence[str] | None = None
+    outputs: Outputs | None = None
     parameters: Mapping[str, Parameter] | None = None
     pattern: re.Pattern[str] = re.compile("")
     ints: frozenset[str] = frozenset()

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ..errors import ProtocolError, listed
-from ..request import Request
+from ..request import Parameter, Request
 from ..tensors import Array, TensorSpec
 
 
@@ -19,6 +19,21 @@ def check_answer(outputs: Mapping[str, Array], request: Request, *, came_id: str
         raise ProtocolError(f"the response lacks output {missing[0]!r}; it has {listed(list(outputs))}")
     if came_id and request.id and came_id != request.id:
         raise ProtocolError(f"the response belongs to request {came_id!r}, not to {request.id!r}")
+
+
+def in_order(outputs: dict[str, Array], request: Request) -> dict[str, Array]:
+    """The outputs in the order asked for, whatever order they came in; what was not asked for is left out."""
+    return {name: outputs[name] for name in request.outputs} if request.outputs else outputs
+
+
+def read_count(parameters: Mapping[str, Parameter], output: str) -> int:
+    """How many classes of an output are asked for instead of the tensor; 0: none."""
+    count = parameters.get("classification", 0)
+    if type(count) is not int or not 0 <= count < 2**31:
+        raise ProtocolError(
+            f"output {output!r}: classification is how many classes are wanted; got {count!r}"
+        )
+    return count
 
 
 def read_specs(value: Any, what: str) -> tuple[TensorSpec, ...]:

@@ -37,6 +37,10 @@ def request_headers(request: Request) -> dict[str, str]:
         headers["X-MCP-Path"] = quote(request.path, safe=_HEADER_SAFE)
     if request.timeout_ms is not None:
         headers["X-MCP-Deadline-Ms"] = str(max(1, int(request.timeout_ms)))
+    if request.headers:
+        named = {name.lower() for name in request.headers}
+        headers = {name: value for name, value in headers.items() if name.lower() not in named}
+        headers.update(request.headers)
     return headers
 
 

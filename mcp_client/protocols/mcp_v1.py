@@ -12,7 +12,16 @@ from ..request import Request
 from ..result import Answer
 from ..tensors import Array, ModelMetadata
 from . import WireRequest, WireResponse
-from .documents import check_answer, least, read_specs, read_versions, text_of, write_specs
+from .documents import (
+    check_answer,
+    in_order,
+    least,
+    read_count,
+    read_specs,
+    read_versions,
+    text_of,
+    write_specs,
+)
 from .http_common import (
     check_parameters,
     freshness,
@@ -54,7 +63,10 @@ class McpV1Codec:
         if request.id:
             body["id"] = request.id
         if request.outputs:
-            body["outputs"] = list(request.outputs)
+            body["outputs"] = [
+                {"name": name, "classification": request.classes[name]} if name in request.classes else name
+                for name in request.outputs
+            ]
         if request.parameters:
             body["parameters"] = check_parameters(request.parameters)
         if request.priority is not None:
@@ -73,7 +85,7 @@ class McpV1Codec:
         model, version = text_of(document, "model"), text_of(document, "version")
         check_answer(outputs, request, came_id=text_of(document, "id"))
         return Answer.of(
-            outputs,
+            in_order(outputs, request),
             model=model or request.model,
             version=version,
             id=request.id,
@@ -175,13 +187,15 @@ def parse_infer(body: bytes, headers: Mapping[str, str]) -> Incoming:
                 raise ProtocolError('"inputs" must be an object of at least one tensor')
             inputs = {name: _tensor(tensor, f"input {name!r}") for name, tensor in tensors.items()}
         outputs = document.get("outputs") or []
-        if not isinstance(outputs, list) or not all(isinstance(name, str) for name in outputs):
+        if not isinstance(outputs, list):
             raise ProtocolError('"outputs" must be a list of names')
+        wanted = dict(map(_wanted, outputs))
         request = Request(
             model=text_of(document, "model"),
             version=text_of(document, "version"),
             inputs=inputs,
-            outputs=tuple(outputs),
+            outputs=tuple(wanted),
+            classes={name: count for name, count in wanted.items() if count},
             parameters=read_parameters(document.get("parameters")),
             id=text_of(document, "id") or context.request_id,
             session=context.session,
@@ -194,6 +208,15 @@ def parse_infer(body: bytes, headers: Mapping[str, str]) -> Incoming:
         code = "shape_mismatch" if isinstance(error, ShapeError) else "malformed_request"
         raise ServerError.of(400, error.message, code=code) from error
     return Incoming(request, short)
+
+
+def _wanted(output: Any) -> tuple[str, int]:
+    """An output's name, and how many classes of it are wanted: ``"name"``, or ``{"name": "…", "classification": n}``."""
+    if isinstance(output, str):
+        return output, 0
+    if not isinstance(output, dict) or not isinstance(output.get("name"), str):
+        raise ProtocolError('"outputs" must be a list of names, or of {"name": "…", "classification": n}')
+    return output["name"], read_count(output, output["name"])
 
 
 def _number(document: dict[str, Any], key: str, kind: type[Any]) -> Any:

@@ -18,7 +18,7 @@ from ..request import Parameter, Request
 from ..result import Answer
 from ..tensors import Array, ModelMetadata, TensorSpec, datatype_of, element_count, to_raw, wire_dtype
 from . import Buffer, Shared, WireRequest, WireResponse
-from .documents import check_answer, least
+from .documents import check_answer, in_order, least, read_count
 from .grpc_status import require_success, status_told
 from .http_common import freshness, read_context, request_headers
 from .json_tensors import ShapeError, datatype_named, tensor_from_raw
@@ -158,7 +158,9 @@ def _write_request(request: Request, shared: Shared | None = None) -> tuple[Buff
     wanted = shared.outputs if shared is not None and shared.outputs else dict.fromkeys(request.outputs)
     for name, place in wanted.items():
         output = message.outputs.add(name=name)
-        if shared is not None and place is not None:
+        if name in request.classes:
+            output.parameters["classification"].int64_param = request.classes[name]
+        elif shared is not None and place is not None:
             _write_place(output.parameters, shared.region, place)
     sent = [array for name, array in request.inputs.items() if name not in lying]
     return (message.SerializeToString(), *_write_raw(_RAW_INPUTS, sent))
@@ -291,7 +293,7 @@ def _read_answer(
         )
     check_answer(outputs, request, came_id=told.id)
     return Answer.of(
-        outputs,
+        in_order(outputs, request),
         model=told.model_name or request.model,
         version=told.model_version,
         id=request.id,
@@ -342,9 +344,10 @@ def parse_infer(body: bytes, headers: Mapping[str, str], read: ReadRegion | None
         inputs = _read_tensors(told.inputs, raw, "input", places, read)
         parameters = _read_parameters(told.parameters, "the request")
         priority, timeout = _whole(parameters, "priority"), _whole(parameters, "timeout")
-        for output in told.outputs:
-            if "classification" in output.parameters:
-                raise ProtocolError("classification outputs are not offered; ask for the tensor itself")
+        counts = {
+            output.name: read_count(_read_parameters(output.parameters, "the request"), output.name)
+            for output in told.outputs
+        }
     except ProtocolError as error:
         code = "shape_mismatch" if isinstance(error, ShapeError) else "malformed_request"
         raise ServerError.of(400, error.message, code=code) from error
@@ -362,6 +365,7 @@ def parse_infer(body: bytes, headers: Mapping[str, str], read: ReadRegion | None
             timeout / 1000 if timeout else None, context.deadline_ms
         ),  # 0: no timeout, as in Triton
         purpose=context.purpose,
+        classes={name: count for name, count in counts.items() if count},
     )
     return Incoming(request, wanted)
 

@@ -17,7 +17,16 @@ from ..request import Request
 from ..result import Answer
 from ..tensors import Array, ModelMetadata, datatype_of, to_raw
 from . import Buffer, Shared, WireRequest, WireResponse
-from .documents import check_answer, least, read_specs, read_versions, text_of, write_specs
+from .documents import (
+    check_answer,
+    in_order,
+    least,
+    read_count,
+    read_specs,
+    read_versions,
+    text_of,
+    write_specs,
+)
 from .http_common import (
     check_parameters,
     freshness,
@@ -102,11 +111,8 @@ class OipHttpCodec(OipHttpManagement):
         if parameters:
             header["parameters"] = parameters
         if wanted:
-            asked = {"parameters": {"binary_data": True}} if self.binary else {}
             header["outputs"] = [
-                {"name": name, **asked}
-                if shared is None or place is None
-                else {"name": name, "parameters": _write_place(shared.region, place)}
+                self._wanted(name, request.classes.get(name, 0), shared, place)
                 for name, place in wanted.items()
             ]
         header["inputs"], raw = [], []
@@ -121,6 +127,17 @@ class OipHttpCodec(OipHttpManagement):
         headers, body = _pack(header, raw)
         path = f"{model_path(request.model, request.version)}/infer"
         return WireRequest("POST", path, {**headers, **request_headers(request)}, body)
+
+    def _wanted(
+        self, name: str, classes: int, shared: Shared | None, place: tuple[int, int] | None
+    ) -> dict[str, Any]:
+        """How one output is asked for."""
+        parameters: dict[str, Any] = {"binary_data": True} if self.binary else {}
+        if classes:
+            parameters["classification"] = classes
+        elif shared is not None and place is not None:
+            parameters = _write_place(shared.region, place)
+        return {"name": name, "parameters": parameters} if parameters else {"name": name}
 
     def decode_infer(self, response: WireResponse, request: Request) -> Answer:
         require_success(response)
@@ -137,7 +154,7 @@ class OipHttpCodec(OipHttpManagement):
         outputs = _read_tensors(header.get("outputs"), raw, "output", places, read)
         check_answer(outputs, request, came_id=text_of(header, "id"))
         return Answer.of(
-            outputs,
+            in_order(outputs, request),
             model=text_of(header, "model_name") or request.model,
             version=text_of(header, "model_version"),
             id=request.id,
@@ -349,13 +366,13 @@ def parse_infer(
             isinstance(o, dict) and isinstance(o.get("name"), str) for o in outputs
         ):
             raise ProtocolError('"outputs" must be a list of {"name": "…"}')
-        binary_of = {}
+        binary_of, classes = {}, {}
         for output in outputs:
             asked = read_parameters(output.get("parameters"))
             if "binary_data" in asked:
                 binary_of[output["name"]] = bool(asked["binary_data"])
-            if asked.get("classification"):
-                raise ProtocolError("classification outputs are not offered; ask for the tensor itself")
+            if count := read_count(asked, output["name"]):
+                classes[output["name"]] = count
         binary = bool(parameters.pop("binary_data_output", False))
         request = Request(
             model=model,
@@ -371,6 +388,7 @@ def parse_infer(
                 timeout / 1000 if timeout else None, context.deadline_ms
             ),  # 0: no timeout, as in Triton
             purpose=context.purpose,
+            classes=classes,
         )
     except ProtocolError as error:
         code = "shape_mismatch" if isinstance(error, ShapeError) else "malformed_request"

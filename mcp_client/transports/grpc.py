@@ -173,6 +173,7 @@ class _Target:
         return (
             response.status == 401
             and self.credential is not None
+            and metadata[-1][0] == "authorization"
             and self.credential.renew(metadata[-1][1].removeprefix("Bearer "))
         )
 
@@ -187,8 +188,12 @@ class _Target:
         left = deadline - time.monotonic()
         if left <= 0:
             raise DeadlineExceededError(f"the deadline passed before the request was sent to {self.url}")
-        metadata = self.metadata + tuple(wire.headers.items()) if wire.headers else self.metadata
-        if self.credential is not None:
+        metadata = self.metadata
+        if wire.headers:
+            # What a call says itself takes the place of what the client says with every call.
+            own = tuple(pair for pair in metadata if pair[0] not in wire.headers)
+            metadata = (*own, *wire.headers.items())
+        if self.credential is not None and "authorization" not in wire.headers:
             metadata += (("authorization", f"Bearer {self.credential.token()}"),)
         return b"".join(wire.body), left, metadata
 
