@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated, BinaryIO, cast
 
 import typer
 
+from mcp_client.errors import ConfigurationError
+
 if TYPE_CHECKING:
     from .access import Access
     from .store import Store
@@ -183,7 +185,11 @@ def _store(db: str) -> Iterator[Store]:
     from .server import database_url
     from .store import Store
 
-    store = Store(database_url(db or _default_db()))
+    try:
+        store = Store(database_url(db or _default_db()))
+    except ConfigurationError as error:
+        typer.echo(f"mcp-profile: {error}", err=True)
+        raise typer.Exit(2) from None
     try:
         yield store
     finally:

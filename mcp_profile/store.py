@@ -18,7 +18,8 @@ from sqlalchemy.engine import Connection, Engine
 from mcp_client.errors import MissingExtraError, listed
 
 from .ingest import COLUMNS, Batch
-from .schema import applications, batches, clients, events, hourly, metadata
+from .migrations import bring_up_to_date
+from .schema import applications, batches, clients, events, hourly
 from .sessions import LOST
 
 DEFAULT_APP = 1
@@ -28,7 +29,8 @@ _LOCKS = 0x6D6370  # the first half of our advisory locks' keys ("mcp"), the sec
 class Store:
     """One database, by SQLAlchemy URL (``sqlite:///path``, ``postgresql://…``).
 
-    Safe to share between threads.
+    Safe to share between threads. An empty database gets its tables, an older one is upgraded without loss;
+    ``ConfigurationError`` if a later release has upgraded it.
     """
 
     def __init__(self, url: str, *, clock: Callable[[], float] = time.time) -> None:
@@ -45,9 +47,16 @@ class Store:
         self._insert_events = (
             f"INSERT INTO events ({', '.join(columns)}) VALUES ({', '.join([mark] * len(columns))})"
         )
+        try:
+            self._prepare()
+        except BaseException:
+            self.close()
+            raise
+
+    def _prepare(self) -> None:
         with self.write() as db:
-            self._one_at_a_time(db, 0)  # several processes may meet an empty database
-            metadata.create_all(db)
+            self._one_at_a_time(db, 0)  # several processes may meet an empty or an older database
+            bring_up_to_date(db)
             db.execute(
                 self.insert(applications).values(id=DEFAULT_APP, name="default").on_conflict_do_nothing()
             )

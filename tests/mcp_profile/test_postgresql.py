@@ -23,6 +23,7 @@ from mcp_profile.access import Access
 from mcp_profile.mining import Miner
 from mcp_profile.schema import path_sums, tails, transitions
 from mcp_profile.store import DEFAULT_APP, Store
+from tests.mcp_profile.test_migrations import check_upgraded, old_database
 
 pytest.importorskip("psycopg", reason="the PostgreSQL driver is not installed")
 _BIN = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))
@@ -192,3 +193,11 @@ def test_keys_and_retention_work_on_it(database: str) -> None:
         assert ProfileAPI(server.url, secret).report(_batch("/a", "/b")).accepted == 2
         Miner(server.store).mine(app)
         assert upkeep.retire(server.store, 30) == 2
+
+
+def test_an_older_database_is_upgraded_once_by_many_that_start_at_once(database: str) -> None:
+    old_database(database)
+    with ThreadPoolExecutor(4) as pool:
+        for store in pool.map(Store, [database] * 4):
+            store.close()
+    check_upgraded(database)
