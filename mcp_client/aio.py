@@ -11,8 +11,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from . import operations
+from .aio_driver import arun
 from .base import BaseClient, BaseEdge, BaseSession
-from .drivers import arun
 from .effects import CacheOption, Call
 from .errors import MCPError
 from .management import IndexEntry, ModelConfig, ModelStatistics, ServerInfo

@@ -28,15 +28,15 @@ from .prefetch.prefetcher import Job, Prefetcher
 from .protocols import ClientCodec
 from .request import NO_PARAMETERS, Outputs, Parameter
 from .resilience.retry import RetryPolicy
-from .telemetry.api import ProfileAPI
 from .telemetry.observer import Notice, Observer
-from .telemetry.uploader import TelemetryPipe
 from .tensors import read_only
 from .transports.credential import Credential
 
 if TYPE_CHECKING:
     from .edge.runtime import EdgeRuntime
     from .edge.sync import SyncReport
+    from .prefetch.prefetcher import FetchProfile
+    from .telemetry.uploader import TelemetryPipe
 
 _PROTOCOLS = ("auto", "mcp", "oip")
 _MOST_RENEWALS = 4  # at once: they are for nobody in particular
@@ -94,11 +94,13 @@ class BaseClient(ABC):
         sites = [self._site(each, protocol, options) for each in ([] if edge_only else dict.fromkeys(urls))]
         self._edge = _edge_runtime(edge) if edge is not None else None
         config = Telemetry(telemetry) if isinstance(telemetry, str) else telemetry
-        self._telemetry = TelemetryPipe(config) if config is not None else None
+        self._telemetry: TelemetryPipe | None = None
+        fetch_profile: FetchProfile | None = None
+        if config is not None:
+            self._telemetry, fetch_profile = _profile_api(config)
         self._prefetcher: Prefetcher | None = None
         self._cache = open_cache(cache, _credentials(self._headers, api_key)) if cache is not None else None
         if prefetch is not None and self._cache is not None:
-            fetch_profile = ProfileAPI(config.url, config.api_key).profile if config is not None else None
             self._prefetcher = Prefetcher(
                 prefetch,
                 issue=self._issue,
@@ -448,6 +450,13 @@ def _observer(hooks: Callable[[Notice], None] | None, otel: bool) -> Observer | 
     from .telemetry.otel import OpenTelemetry
 
     return Observer(hooks, OpenTelemetry())
+
+
+def _profile_api(config: Telemetry) -> tuple[TelemetryPipe, FetchProfile]:
+    from .telemetry.api import ProfileAPI  # late: most of what it imports, SQLite included, is for it alone
+    from .telemetry.uploader import TelemetryPipe
+
+    return TelemetryPipe(config), ProfileAPI(config.url, config.api_key).profile
 
 
 def _edge_runtime(folder: str | os.PathLike[str]) -> EdgeRuntime:

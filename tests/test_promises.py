@@ -608,6 +608,30 @@ def test_importing_the_client_is_light() -> None:
     assert not heavy & set(loaded)
 
 
+def test_an_edge_client_imports_only_what_an_answer_needs(tmp_path: Path) -> None:
+    models.affine(tmp_path / "m.onnx")
+    code = (
+        "import sys; from mcp_client import MCPClient; client = MCPClient('edge:' + sys.argv[1]);"
+        "client.infer([1.0, 2.0, 3.0]); client.close(); print(' '.join(sys.modules))"
+    )
+    loaded = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True
+    ).stdout.split()
+    late = {
+        "asyncio",
+        "ssl",
+        "sqlite3",
+        "email.utils",
+        "importlib.metadata",
+        "zipfile",
+        "typer",
+        "rich",
+        "onnx",
+    }
+    late |= {"httpx", "httpx2", "httpcore", "httpcore2", "ml_dtypes", "grpc", "google.protobuf"}
+    assert not late & set(loaded)
+
+
 def test_the_packages_import_only_what_the_design_allows() -> None:
     for package in PACKAGES:
         for file in (ROOT / package).rglob("*.py"):

@@ -8,7 +8,6 @@ import hashlib
 import re
 import time
 from collections.abc import Iterable, Mapping
-from email.utils import parsedate_to_datetime
 from http import HTTPStatus
 from typing import Any, NamedTuple, TypedDict
 from urllib.parse import quote, unquote
@@ -199,6 +198,10 @@ def retry_after(headers: Mapping[str, str], *, now: float) -> float | None:
 
 
 def _http_date(value: str) -> float | None:
+    from email.utils import (
+        parsedate_to_datetime,
+    )  # late: dates are rare, and it takes a tenth of our own imports
+
     try:
         return parsedate_to_datetime(value).timestamp()
     except (ValueError, OverflowError, TypeError, IndexError):
