@@ -22,6 +22,7 @@ from .result import InferResult
 from .sharing import leave
 from .streaming import open_stream
 from .tensors import ModelMetadata
+from .transports.compression import AsyncCompressing, Compression
 
 if TYPE_CHECKING:
     from .edge.sync import SyncReport
@@ -41,14 +42,17 @@ class AsyncMCPClient(BaseClient):
     def _tasks(self) -> set[asyncio.Task[None]]:
         return set()
 
-    def _transport(self, url: str, **options: Any) -> AsyncHttpTransport | AsyncGrpcTransport:
+    def _transport(
+        self, url: str, *, compression: Compression | None = None, **options: Any
+    ) -> AsyncHttpTransport | AsyncGrpcTransport | AsyncCompressing:
         if url.startswith("grpc"):
             from .transports.grpc import AsyncGrpcTransport
 
-            return AsyncGrpcTransport(url, **options)
+            return AsyncGrpcTransport(url, compression=compression, **options)
         from .transports.http import AsyncHttpTransport  # late: an edge client needs no HTTP library
 
-        return AsyncHttpTransport(url, **options)
+        transport = AsyncHttpTransport(url, **options)
+        return AsyncCompressing(transport, compression) if compression is not None else transport
 
     async def infer(
         self,

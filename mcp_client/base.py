@@ -30,6 +30,8 @@ from .request import NO_PARAMETERS, Outputs, Parameter
 from .resilience.retry import RetryPolicy
 from .telemetry.observer import Notice, Observer
 from .tensors import read_only
+from .transports.compression import Compression
+from .transports.compression import check as check_compression
 from .transports.credential import Credential
 
 if TYPE_CHECKING:
@@ -63,6 +65,7 @@ class BaseClient(ABC):
         headers: Mapping[str, str] | None = None,
         http_client: Any = None,
         max_response_bytes: int = _MAX_RESPONSE_BYTES,
+        compression: Compression | None = None,
         hooks: Callable[[Notice], None] | None = None,
         otel: bool = False,
     ) -> None:
@@ -84,8 +87,11 @@ class BaseClient(ABC):
         self._headers = dict(headers or {})
         self._tls = tls
         self._credential = Credential(api_key) if api_key else None
+        check_compression(compression)
+        asks = compression is not None and "accept-encoding" not in {name.lower() for name in self._headers}
         options = {
-            "headers": self._headers,
+            "headers": {**self._headers, "Accept-Encoding": compression} if asks else self._headers,
+            "compression": compression,
             "tls": tls,
             "credential": self._credential,
             "max_response_bytes": max_response_bytes,

@@ -21,6 +21,7 @@ from .result import InferResult
 from .sharing import leave
 from .streaming import open_stream
 from .tensors import ModelMetadata
+from .transports.compression import Compressing, Compression
 
 if TYPE_CHECKING:
     from .edge.sync import SyncReport
@@ -46,17 +47,21 @@ class MCPClient(BaseClient):
     ``api_key``: a bearer token; a ``Path`` is read again when the file changes, a function is called again after a 401. ``tls``:
     how servers are trusted and what this client shows them. ``hooks`` gets a ``Notice`` when a request starts and ends; ``otel``:
     OpenTelemetry spans and durations (extra ``otel``).
+    ``compression``: ``"gzip"`` or ``"deflate"`` for the inferences' requests, and for the answers where the server does it.
     ``http_client``: your own ``httpx.Client`` (proxies, auth, TLS, transports), which you close yourself.
     """
 
-    def _transport(self, url: str, **options: Any) -> HttpTransport | GrpcTransport:
+    def _transport(
+        self, url: str, *, compression: Compression | None = None, **options: Any
+    ) -> HttpTransport | GrpcTransport | Compressing:
         if url.startswith("grpc"):
             from .transports.grpc import GrpcTransport
 
-            return GrpcTransport(url, **options)
+            return GrpcTransport(url, compression=compression, **options)
         from .transports.http import HttpTransport  # late: an edge client needs no HTTP library
 
-        return HttpTransport(url, **options)
+        transport = HttpTransport(url, **options)
+        return Compressing(transport, compression) if compression is not None else transport
 
     def infer(
         self,

@@ -11,6 +11,7 @@ from typing import Any
 from mcp_client.errors import ConfigurationError, MissingExtraError, ServerError
 from mcp_client.protocols import grpc_status
 
+from .http_bodies import asked_for
 from .override import read_override
 from .routes_oip import SERVER_NAME, SERVER_VERSION
 from .service import Parsed, Reply, Service
@@ -132,7 +133,12 @@ class _Routes:
         return await self._service.infer("oip-grpc", headers, parse)
 
     async def ModelInfer(self, message: bytes, context: Any) -> bytes:
-        reply = await self._infer(message, _headers(context))
+        headers = _headers(context)
+        reply = await self._infer(message, headers)
+        if (algorithm := asked_for(headers.get("accept-encoding", ""))) is not None:
+            context.set_compression(
+                grpc.Compression.Gzip if algorithm == "gzip" else grpc.Compression.Deflate
+            )
         await context.send_initial_metadata(_metadata(reply))
         return reply.body
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from mcp_client.errors import ServerError
+from mcp_client.transports.compression import ALGORITHMS, TooLargeError, UnpackError, pack, unpack
 
-from .service import Service
+from .service import Reply, Service
 
 
 def service_of(request: Request) -> Service:
@@ -27,12 +30,12 @@ def json_answer(body: bytes, headers: dict[str, str] | None = None) -> Response:
 
 
 async def read_body(request: Request) -> bytes:
-    """The whole body; ``ServerError`` 413 over the limit, 415 where it is compressed."""
+    """The whole body, unpacked; ``ServerError`` 413 over the limit, 415 where it is compressed in a way not read here."""
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
-    if encoding not in ("identity", ""):
+    if encoding not in ("identity", "", *ALGORITHMS):
         raise ServerError.of(
             415,
-            f"Content-Encoding {encoding[:40]!r} is not read here; send the body as it is",
+            f"Content-Encoding {encoding[:40]!r} is not read here, only {' and '.join(ALGORITHMS)}",
             code="unsupported_encoding",
         )
     limit: int = request.app.state.max_body_bytes
@@ -49,7 +52,40 @@ async def read_body(request: Request) -> bytes:
     except ClientDisconnect:
         # Nobody is left to read this answer; it is counted.
         raise ServerError.of(400, "the connection broke within the body", code="disconnected") from None
-    return b"".join(chunks)
+    body = b"".join(chunks)
+    if encoding not in ALGORITHMS:
+        return body
+    try:
+        return await asyncio.to_thread(unpack, body, encoding, limit)
+    except TooLargeError:
+        raise _too_large(limit + 1, limit) from None
+    except UnpackError as error:
+        raise ServerError.of(
+            400, f"the {encoding} body is damaged: {error}", code="malformed_request"
+        ) from error
+
+
+async def inference_answer(request: Request, reply: Reply) -> Response:
+    """A finished answer, compressed where the client asked for it."""
+    algorithm = asked_for(request.headers.get("accept-encoding", ""))
+    if algorithm is None:
+        return Response(reply.body, headers=reply.headers)
+    body = await asyncio.to_thread(pack, reply.body, algorithm)
+    return Response(body, headers={**reply.headers, "Content-Encoding": algorithm, "Vary": "Accept-Encoding"})
+
+
+def asked_for(accept_encoding: str) -> str | None:
+    """The first of our algorithms that is named with a weight above 0 (RFC 9110 12.5.3); ``*`` asks for nothing in particular."""
+    for part in accept_encoding.lower().split(","):
+        name, _, weight = part.partition(";")
+        if name.strip() in ALGORITHMS and weight.replace(" ", "") not in (
+            "q=0",
+            "q=0.0",
+            "q=0.00",
+            "q=0.000",
+        ):
+            return name.strip()
+    return None
 
 
 def _too_large(size: int, limit: int) -> ServerError:

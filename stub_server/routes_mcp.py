@@ -11,7 +11,7 @@ from mcp_client.protocols import mcp_v1
 from mcp_client.result import Answer
 
 from .files import file_answer
-from .http_bodies import json_answer, lower_headers, read_body, service_of
+from .http_bodies import inference_answer, json_answer, lower_headers, read_body, service_of
 from .service import Format, Parsed
 
 _JSON = {"Content-Type": "application/json"}
@@ -25,7 +25,7 @@ async def mcp_infer(request: Request) -> Response:
         return Parsed(incoming.request, _format(incoming.short), incoming.short)
 
     reply = await service_of(request).infer("mcp", headers, parse)
-    return Response(reply.body, headers=reply.headers)
+    return await inference_answer(request, reply)
 
 
 def _format(short: bool) -> Format:

@@ -14,7 +14,7 @@ from mcp_client.errors import ProtocolError, ServerError
 from mcp_client.protocols import management_http, oip_http
 from mcp_client.protocols.json_tensors import dumps, loads_object
 
-from .http_bodies import json_answer, lower_headers, read_body, service_of
+from .http_bodies import inference_answer, json_answer, lower_headers, read_body, service_of
 from .override import read_override
 from .service import Parsed
 
@@ -33,7 +33,7 @@ async def oip_infer(request: Request) -> Response:
         return Parsed(incoming.request, lambda answer: oip_http.format_infer(answer, incoming, memory.write))
 
     reply = await service_of(request).infer("oip", headers, parse)
-    return Response(reply.body, headers=reply.headers)
+    return await inference_answer(request, reply)
 
 
 async def oip_server(request: Request) -> Response:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from mcp_client import (
     RequestRejectedError,
     ServerTimeoutError,
 )
+from mcp_client._httpx import httpx
 from mcp_client.effects import Call
 from mcp_client.protocols import WireRequest, mcp_v1, oip_grpc, oip_http
 from mcp_client.protocols.mcp_v1 import McpV1Codec
@@ -29,6 +32,7 @@ from mcp_client.protocols.oip_http import OipHttpCodec
 from mcp_client.request import Request
 from stub_server import StubServer
 from tests import models
+from tests.conftest import RawServer, read_request, respond
 
 X = np.array([[0.1, 0.9, 0.4], [1.0, 0.0, 0.0]], np.float32)
 PROBS = X @ models.WEIGHTS + models.BIAS
@@ -204,6 +208,45 @@ def test_a_calls_header_takes_the_place_of_the_clients_over_grpc(
         client.infer(X, model="m", headers={"x-tenant": "one", "Authorization": "Basic x"})
     told = [pair for pair in metadata[-1] if pair[0] in ("x-tenant", "x-other", "authorization")]
     assert sorted(told) == [("authorization", "Basic x"), ("x-other", "1"), ("x-tenant", "one")]
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_calls_header_takes_the_place_of_the_clients_over_http(
+    raw_server: Callable[..., RawServer], own: bool
+) -> None:
+    heads: list[dict[str, str]] = []
+    twice: list[str] = []
+
+    def handle(connection: socket.socket) -> None:
+        connection.settimeout(20)
+        while raw := connection.recv(65536, socket.MSG_PEEK):
+            request = read_request(connection)
+            assert request is not None
+            heads.append(request[1])
+            twice.extend(name for name in request[1] if raw.lower().count(f"\n{name}:".encode()) != 1)
+            respond(connection, 200, b'{"name":"m","outputs":[]}')
+
+    with ExitStack() as open_ones:
+        options: dict[str, Any] = {"http_client": open_ones.enter_context(httpx.Client())} if own else {}
+        client = open_ones.enter_context(
+            MCPClient(
+                raw_server(handle).url,
+                protocol="oip",
+                headers={"X-Tenant": "all", "x-other": "1"},
+                api_key="k",
+                cache=None,
+                **options,
+            )
+        )
+        one = {"x-tenant": "one", "accept-encoding": "gzip"} | ({} if own else {"Authorization": "Basic x"})
+        client.infer({"x": X}, model="m", headers=one)
+        client.infer({"x": X}, model="m")
+    assert not twice
+    first, second = heads[-2:]
+    assert (first["x-tenant"], first["x-other"], first["accept-encoding"]) == ("one", "1", "gzip")
+    assert (second["x-tenant"], second["x-other"], second["accept-encoding"]) == ("all", "1", "identity")
+    assert second["authorization"] == "Bearer k"
+    assert own or first["authorization"] == "Basic x"
 
 
 # --- sequences, priority, timeout ---------------------------------------------------------------------------

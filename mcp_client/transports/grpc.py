@@ -50,6 +50,9 @@ _IDLE_MS = 55_000
 _RECONNECT_MS = (50, 500)
 
 
+# grpc_compression_algorithm, in gRPC's own numbers.
+_ALGORITHMS = {None: 0, "deflate": 1, "gzip": 2}
+
 # gRPC makes up a status where no server gave one, and says so in its text alone (seen with 1.85).
 _MADE_UP = ("UNAVAILABLE", "CANCELLED", "UNKNOWN", "INTERNAL")
 _NO_ANSWER = re.compile(
@@ -129,6 +132,7 @@ class _Target:
         max_response_bytes: int,
         tls: TLS | None,
         credential: Credential | None,
+        compression: str | None,
     ) -> None:
         self.url, self.address, self.secure = _parse(url)
         if tls is not None and (tls.spiffe_id is not None or tls.min_version != "1.2"):
@@ -154,6 +158,7 @@ class _Target:
                 "grpc.enable_http_proxy",
                 0,
             ),  # between an inference client and its server there is none, as over HTTP
+            ("grpc.default_compression_algorithm", _ALGORITHMS[compression]),
             ("grpc.use_local_subchannel_pool", 1),  # a connection belongs to one client: close() closes it
         ]
 
@@ -204,10 +209,14 @@ class _Target:
         headers = _headers(error.initial_metadata()) | _headers(error.trailing_metadata())
         if code == "DEADLINE_EXCEEDED" and (not headers or time.monotonic() >= deadline):
             raise DeadlineExceededError(f"{self.url} did not answer before the deadline") from error
-        if code == "RESOURCE_EXHAUSTED" and "larger than max" in details and "CLIENT" in details:
+        # The text is gRPC's own; where it does not say whose limit it was, the message was a compressed one.
+        if code == "RESOURCE_EXHAUSTED" and "larger than max" in details and "SERVER" not in details:
             raise ProtocolError(
                 f"the answer of {self.url} is over the limit: {details}; raise max_response_bytes if that is meant"
             ) from error
+        if code == "RESOURCE_EXHAUSTED" and "larger than max" in details:
+            # The server's limit: no overload, and sending it again is no use.
+            return WireResponse(413, {**headers, GRPC_STATUS: code}, details.encode())
         if code in _MADE_UP and _NO_ANSWER.search(details):
             raise ConnectionFailedError(
                 f"no answer from {self.url}: {details}; does a gRPC server run there?"
@@ -264,9 +273,10 @@ class GrpcTransport:
         client: Any = None,
         tls: TLS | None = None,
         credential: Credential | None = None,
+        compression: str | None = None,
     ) -> None:
         _no_http_client(client)
-        self._target = _Target(url, headers, max_response_bytes, tls, credential)
+        self._target = _Target(url, headers, max_response_bytes, tls, credential, compression)
         self.url = self._target.url
         self.arena = self._target.arena
         self.reset()
@@ -356,9 +366,10 @@ class AsyncGrpcTransport:
         client: Any = None,
         tls: TLS | None = None,
         credential: Credential | None = None,
+        compression: str | None = None,
     ) -> None:
         _no_http_client(client)
-        self._target = _Target(url, headers, max_response_bytes, tls, credential)
+        self._target = _Target(url, headers, max_response_bytes, tls, credential, compression)
         self.url = self._target.url
         self.arena = self._target.arena
         self.reset()

@@ -6,8 +6,7 @@ a large response bypasses it: once the head says how long it is, it is received 
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import httptools
@@ -15,6 +14,7 @@ import numpy as np
 
 from ..errors import ConfigurationError, InvalidInputError, ProtocolError
 from ..protocols import WireRequest, WireResponse
+from .compression import ALGORITHMS, TooLargeError, UnpackError, unpack
 
 _LONGEST_HEAD = 256 * 2**10
 _CHUNK = 64 * 2**10
@@ -30,6 +30,8 @@ class HeadWriter:
         # Without this some servers use gzip, which makes a large tensor eight times slower (PROTOCOL.md section 2).
         if "accept-encoding" not in {name.lower() for name in headers}:
             fixed["Accept-Encoding"] = "identity"
+        self._headers = fixed
+        self._names = frozenset(name.lower() for name in fixed)
         try:
             self._fixed = _lines(fixed)
         except InvalidInputError as error:
@@ -37,15 +39,23 @@ class HeadWriter:
 
     def write(self, wire: WireRequest, size: int, token: str) -> bytes:
         """``size``: the body's bytes; ``token``: a bearer token, or nothing."""
-        lines = _lines(wire.headers)
+        fixed, lines = self._fixed, _lines(wire.headers)
+        said = {name.lower() for name in wire.headers}
+        if not said.isdisjoint(self._names):
+            fixed = _lines(without(self._headers, said))
         if wire.path.count(" ") or not wire.path.isprintable():
             raise InvalidInputError(f"{wire.path!r} can't be the path of a URL; percent-encode it")
-        if token:
+        if token and "authorization" not in said:
             lines += f"Authorization: Bearer {token}\r\n"
         if size or wire.method == "POST":
             lines += f"Content-Length: {size}\r\n"
-        head = f"{wire.method} {self._prefix}{wire.path} HTTP/1.1\r\n{self._fixed}{lines}\r\n"
+        head = f"{wire.method} {self._prefix}{wire.path} HTTP/1.1\r\n{fixed}{lines}\r\n"
         return head.encode("latin-1")
+
+
+def without(headers: Mapping[str, str], said: Collection[str]) -> dict[str, str]:
+    """What goes with every request, but for what one says itself (``said``: names in lower case)."""
+    return {name: value for name, value in headers.items() if name.lower() not in said}
 
 
 def _lines(headers: Mapping[str, str]) -> str:
@@ -206,17 +216,13 @@ def too_large(size: int, limit: int) -> ProtocolError:
 def unpacked(body: bytes | memoryview, encoding: str, limit: int) -> bytes | memoryview:
     """A body as it was before ``Content-Encoding``."""
     encoding = encoding.strip().lower()
-    if encoding in ("identity", ""):
+    if encoding in ("identity", "") or not len(body):
         return body
-    if encoding not in ("gzip", "deflate"):
+    if encoding not in ALGORITHMS:
         raise ProtocolError(f"the server compressed its answer with {encoding!r}, which was not asked for")
-    unpacker = zlib.decompressobj(wbits=47 if encoding == "gzip" else 15)  # 47: gzip or zlib, found out
     try:
-        plain = unpacker.decompress(body, limit)
-    except zlib.error as error:
+        return unpack(body, encoding, limit)
+    except TooLargeError:
+        raise too_large(limit + 1, limit) from None
+    except UnpackError as error:
         raise ProtocolError(f"the server's {encoding} body is damaged: {error}") from error
-    if unpacker.unconsumed_tail:
-        raise too_large(len(plain) + 1, limit)
-    if not unpacker.eof:
-        raise ProtocolError(f"the server's {encoding} body is truncated")
-    return plain

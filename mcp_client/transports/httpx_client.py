@@ -11,7 +11,7 @@ from .._httpx import httpx
 from ..errors import ConnectionFailedError, DeadlineExceededError, MCPError, ProtocolError
 from ..protocols import WireRequest, WireResponse
 from .credential import Credential
-from .http11 import too_large, unpacked
+from .http11 import too_large, unpacked, without
 
 
 def send(
@@ -52,7 +52,7 @@ def _arguments(url: str, headers: Mapping[str, str], wire: WireRequest) -> dict[
     return {
         "method": wire.method,
         "url": url + wire.path,
-        "headers": {**headers, **wire.headers},
+        "headers": {**without(headers, {name.lower() for name in wire.headers}), **wire.headers},
         "content": b"".join(wire.body) or None,
         "follow_redirects": False,  # they would carry the credentials along
     }
