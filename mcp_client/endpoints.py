@@ -76,6 +76,11 @@ class Endpoints:
 
     # --- names and addresses ---
 
+    @property
+    def may_change(self) -> bool:
+        """Whether there are names to resolve or endpoints to close; with an address as the only URL there never are."""
+        return bool(self._named or self._retired)
+
     def due(self, now: float) -> list[Site]:
         """The names to resolve now. Each is handed to one caller; the rest go on with the addresses known."""
         if not self._named:

@@ -57,7 +57,7 @@ class Exchanges:
         """Ask for an inference, and again where that can help."""
 
         def exchange(endpoint: Endpoint) -> Flow[Answer]:
-            codec = yield from self.codec(endpoint, deadline)
+            codec = endpoint.codec or (yield from self.codec(endpoint, deadline))
             if self._latencies is None or not call.cacheable or call.purpose == "prefetch":
                 return (yield from ask_once(endpoint, codec, call.request(), metadata, deadline))
             return (yield from self._hedged(call, endpoint, codec, metadata, deadline))
@@ -127,7 +127,8 @@ class Exchanges:
         attempt = 1
         tried: list[Endpoint] = []
         while True:
-            yield from self._look_around(deadline)
+            if self.endpoints.may_change:
+                yield from self._look_around(deadline)
             endpoint = self.endpoints.choose(
                 self._clock(), tried=tried, may_probe=repeatable and call.purpose == "demand"
             )

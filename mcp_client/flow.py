@@ -182,7 +182,8 @@ class Engine:
     def _infer(self, call: Call) -> Flow[InferResult]:
         try:
             if call.inputs is None:
-                self._prepare(call, (yield from self.describe(call)))
+                known = self._metadata.get((call.model, call.version))
+                self._prepare(call, known or (yield from self.describe(call)))
                 hit = self.hit(call)
                 if hit is not None:
                     return hit

@@ -341,6 +341,10 @@ def _to_bytes_objects(array: Array, what: str) -> Array:
     return result.reshape(array.shape)
 
 
+class ShapeError(ProtocolError):
+    """The data does not fit the shape that was declared for it."""
+
+
 # --- bytes on the wire -------------------------------------------------------------------------------------------
 
 
@@ -365,7 +369,7 @@ def from_raw(buffer: Any, datatype: str, shape: Sequence[int], *, what: str = "t
         return _read_only(_split_bytes(bytes(view), size, what).reshape(tuple(shape)))
     dtype = wire_dtype(datatype, what)
     if len(view) != size * dtype.itemsize:
-        raise ProtocolError(
+        raise ShapeError(
             f"{what}: {datatype} {list(shape)} takes {size * dtype.itemsize} bytes; got {len(view)}"
         )
     if datatype == "BOOL" and size and np.frombuffer(view, np.uint8).max() > 1:
@@ -384,7 +388,7 @@ def wire_dtype(datatype: str, what: str) -> np.dtype[Any]:
 def element_count(shape: Sequence[int], what: str = "tensor") -> int:
     """How many elements a shape from the wire holds; ``ProtocolError`` unless every size is an int ≥ 0."""
     for size in shape:
-        if not isinstance(size, int) or isinstance(size, bool) or size < 0:
+        if type(size) is not int or size < 0:
             raise ProtocolError(f"{what}: a shape is a list of sizes ≥ 0; got {shape!r}")
     if len(shape) > 64:  # numpy's own limit
         raise ProtocolError(f"{what}: {len(shape)} axes; at most 64 can be read")

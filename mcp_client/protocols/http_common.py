@@ -8,6 +8,7 @@ import hashlib
 import re
 import time
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from http import HTTPStatus
 from typing import Any, NamedTuple, TypedDict
 from urllib.parse import quote, unquote
@@ -18,6 +19,7 @@ from . import WireResponse
 from .json_tensors import loads
 
 _LONGEST_MESSAGE = 1000
+_PLAIN = re.compile(r"[A-Za-z0-9_.~/-]*").fullmatch
 _HEADER_SAFE = "".join(chr(code) for code in range(0x21, 0x7F) if chr(code) != "%")
 
 
@@ -29,11 +31,11 @@ def request_headers(request: Request) -> dict[str, str]:
     if request.trace:
         headers.update(request.trace)
     if request.id:
-        headers["X-Request-Id"] = quote(request.id, safe=_HEADER_SAFE)
+        headers["X-Request-Id"] = _in_header(request.id)
     if request.session:
-        headers["X-MCP-Session"] = quote(request.session, safe=_HEADER_SAFE)
+        headers["X-MCP-Session"] = _in_header(request.session)
     if request.path:
-        headers["X-MCP-Path"] = quote(request.path, safe=_HEADER_SAFE)
+        headers["X-MCP-Path"] = _in_header(request.path)
     if request.timeout_ms is not None:
         headers["X-MCP-Deadline-Ms"] = str(max(1, int(request.timeout_ms)))
     if request.headers:
@@ -41,6 +43,10 @@ def request_headers(request: Request) -> dict[str, str]:
         headers = {name: value for name, value in headers.items() if name.lower() not in named}
         headers.update(request.headers)
     return headers
+
+
+def _in_header(text: str) -> str:
+    return text if _PLAIN(text) else quote(text, safe=_HEADER_SAFE)
 
 
 class Context(NamedTuple):
@@ -224,8 +230,10 @@ def freshness(headers: Mapping[str, str]) -> Freshness:
     (4.2.1). ``must-revalidate`` rules stale answers out (5.2.2.2).
     """
     result = Freshness(max_age_s=None, no_store=False, stale_while_revalidate_s=None, stale_if_error_s=None)
+    if "cache-control" not in headers:  # most inference servers say nothing
+        return result
     directives: dict[str, float] = {}
-    for part in headers.get("cache-control", "").lower().split(","):
+    for part in headers["cache-control"].lower().split(","):
         name, _, argument = part.strip().partition("=")
         name, argument = name.strip(), argument.strip().strip('"')
         if name in ("no-store", "no-cache"):
@@ -253,6 +261,7 @@ def response_hash(parts: Iterable[bytes | memoryview], *, content_type: str, mod
     return digest.hexdigest()
 
 
+@lru_cache(1024)  # quoting costs as much as all the rest of a small request
 def name_in_path(name: str, what: str) -> str:
     """A model name or version as one segment of a URL."""
     if name in (".", ".."):  # percent-encoding does not help: URL libraries resolve dot segments all the same

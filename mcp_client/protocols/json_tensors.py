@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import binascii
 import json
+import math
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -19,7 +20,7 @@ import numpy as np
 import orjson
 
 from ..errors import InvalidInputError, ProtocolError
-from ..tensors import Array, datatype_of, element_count, from_raw, wire_dtype
+from ..tensors import Array, ShapeError, datatype_of, element_count, from_raw, wire_dtype
 
 _WORDS = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}
 # The one float32 (and its negative; all were tried) whose shortest decimal, 7.038531e-26, becomes another
@@ -27,10 +28,6 @@ _WORDS = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-in
 # digits instead.
 _DOUBLE_ROUNDED = np.uint32(0x15AE43FD)
 _MOST_ELEMENTS = 2**58  # × 16 bytes is what numpy can address; guards reshape against shapes like [0, 2**63]
-
-
-class ShapeError(ProtocolError):
-    """The data does not fit the shape that was declared for it."""
 
 
 def dumps(document: Any) -> bytes:
@@ -101,8 +98,8 @@ def shape_of(value: Any, what: str) -> tuple[int, ...]:
     """A shape from the wire, checked so that no size in it can trouble numpy."""
     if not isinstance(value, list):
         raise ProtocolError(f"{what}: the shape must be a list of sizes ≥ 0; got {_brief(value)}")
-    element_count(value, what)
-    if element_count([size for size in value if size], what) > _MOST_ELEMENTS:
+    count = element_count(value, what)
+    if (count or math.prod(size for size in value if size)) > _MOST_ELEMENTS:
         raise ProtocolError(f"{what}: no tensor can have the shape {value}")
     return tuple(value)
 
@@ -119,10 +116,6 @@ def tensor_from_raw(buffer: bytes | memoryview, datatype: str, shape: Sequence[i
     """A read-only array over ``buffer``; copied only where the bytes begin at an address unfit for the
     datatype.
     """
-    if datatype != "BYTES":
-        expected = element_count(shape, what) * wire_dtype(datatype, what).itemsize
-        if len(buffer) != expected:
-            raise ShapeError(f"{what}: {datatype} {list(shape)} takes {expected} bytes; got {len(buffer)}")
     array = from_raw(buffer, datatype, shape, what=what)
     return array if array.flags.aligned else from_raw(bytes(buffer), datatype, shape, what=what)
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from ..errors import ProtocolError, ServerError
 from ..request import Request
 from ..result import Answer
-from ..tensors import Array, ModelMetadata
+from ..tensors import Array, ModelMetadata, ShapeError
 from . import WireRequest, WireResponse
 from .documents import (
     check_answer,
@@ -32,7 +32,6 @@ from .http_common import (
     require_success,
 )
 from .json_tensors import (
-    ShapeError,
     datatype_named,
     dumps,
     loads_object,

@@ -16,12 +16,21 @@ import numpy as np
 from ..errors import InvalidInputError, MissingExtraError, ProtocolError, ServerError
 from ..request import Parameter, Request
 from ..result import Answer
-from ..tensors import Array, ModelMetadata, TensorSpec, datatype_of, element_count, to_raw, wire_dtype
+from ..tensors import (
+    Array,
+    ModelMetadata,
+    ShapeError,
+    TensorSpec,
+    datatype_of,
+    element_count,
+    to_raw,
+    wire_dtype,
+)
 from . import Buffer, Shared, WireRequest, WireResponse
 from .documents import check_answer, in_order, least, read_count
 from .grpc_status import require_success, status_told
 from .http_common import freshness, read_context, request_headers
-from .json_tensors import ShapeError, datatype_named, tensor_from_raw
+from .json_tensors import datatype_named, tensor_from_raw
 from .regions import ReadRegion, put_in_region, tensor_in_region
 
 try:

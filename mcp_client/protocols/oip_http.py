@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from ..errors import InvalidInputError, ProtocolError, ServerError
 from ..request import Request
 from ..result import Answer
-from ..tensors import Array, ModelMetadata, datatype_of, to_raw
+from ..tensors import Array, ModelMetadata, ShapeError, datatype_of, to_raw
 from . import Buffer, Shared, WireRequest, WireResponse
 from .documents import (
     check_answer,
@@ -36,7 +36,6 @@ from .http_common import (
     require_success,
 )
 from .json_tensors import (
-    ShapeError,
     data_of,
     datatype_named,
     dumps,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ..errors import ServerError
-from ..tensors import Array, element_count, to_raw, wire_dtype
+from ..tensors import Array, ShapeError, element_count, to_raw, wire_dtype
 from . import Buffer
-from .json_tensors import ShapeError, tensor_from_raw
+from .json_tensors import tensor_from_raw
 
 Place = tuple[str, int, int]  # region, offset and size in bytes
 ReadRegion = Callable[[str, int, int], Buffer]  # bytes of a region: name, offset, size

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ..errors import ConnectionFailedError, DeadlineExceededError
 from ..protocols import Buffer, WireResponse
@@ -97,17 +98,24 @@ class Pool:
         self._target = target
         self._limit = limit
         self._lock = threading.Lock()
-        self._free = threading.Semaphore(_MAX_CONNECTIONS)
+        self._freed = threading.Condition(self._lock)
+        self._in_use = self._waiting = 0
         self._idle: list[_Connection] = []
 
     def exchange(
         self, head: bytes, body: Sequence[Buffer], deadline: float, *, repeatable: bool
     ) -> WireResponse:
         """Send and receive by ``deadline``. ``repeatable``: a kept connection that proves dead costs no error."""
-        if not self._free.acquire(blocking=False) and not self._free.acquire(
-            timeout=_left(self._target, deadline)
-        ):
-            raise _busy(self._target)
+        with self._lock:
+            while self._in_use >= _MAX_CONNECTIONS:
+                self._waiting += 1
+                try:
+                    freed = self._freed.wait(_left(self._target, deadline))
+                finally:
+                    self._waiting -= 1
+                if not freed:
+                    raise _busy(self._target)
+            self._in_use += 1
         try:
             while True:
                 connection = self._kept(repeatable)
@@ -130,7 +138,10 @@ class Pool:
                     connection.close()
                 return reply.response()
         finally:
-            self._free.release()
+            with self._lock:
+                self._in_use -= 1
+                if self._waiting:
+                    self._freed.notify()
 
     def _kept(self, repeatable: bool) -> _Connection | None:
         while True:
@@ -163,6 +174,7 @@ class _Connection:
         self._target = target
         self.age = _Age()
         self.buffer = receive_buffer()
+        self._poll: Any = None
         self._socket = self._connected(deadline)
 
     def _connected(self, deadline: float) -> socket.socket:
@@ -222,7 +234,7 @@ class _Connection:
     def _write(self, head: bytes, body: Sequence[Buffer], deadline: float) -> None:
         for part in _joined(head, body):
             self._socket.settimeout(_left(self._target, deadline))
-            self._socket.sendall(part)
+            self._socket.sendall(part)  # the time limit is for all of the part
 
     def _read(self, reply: Reply, deadline: float) -> None:
         receive, set_timeout = self._socket.recv_into, self._socket.settimeout
@@ -238,7 +250,15 @@ class _Connection:
         """Not too old, and nothing has come that nobody asked for, as the end of the connection would be."""
         if self.age.is_over(repeatable):
             return False
-        return not _readable(self._socket)
+        return not self._readable()
+
+    def _readable(self) -> bool:
+        if not hasattr(select, "poll"):  # Windows
+            return bool(select.select([self._socket], [], [], 0)[0])
+        if self._poll is None:
+            self._poll = select.poll()  # select() can't take descriptors over 1023
+            self._poll.register(self._socket, select.POLLIN)
+        return bool(self._poll.poll(0))
 
     def _hang_up(self) -> None:
         """From another thread: wakes the one that waits for this connection, which then closes it."""
@@ -440,14 +460,6 @@ def _unix(path: str, timeout: float) -> socket.socket:
         made.close()
         raise
     return made
-
-
-def _readable(connection: socket.socket) -> bool:
-    if not hasattr(select, "poll"):  # Windows
-        return bool(select.select([connection], [], [], 0)[0])
-    poll = select.poll()  # elsewhere select() can't take descriptors over 1023
-    poll.register(connection, select.POLLIN)
-    return bool(poll.poll(0))
 
 
 # --- both -----------------------------------------------------------------------------------------------------------

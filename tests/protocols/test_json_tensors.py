@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from mcp_client.errors import InvalidInputError, ProtocolError
 from mcp_client.protocols.json_tensors import (
-    ShapeError,
     dumps,
     loads,
     shape_by_nesting,
@@ -23,7 +22,7 @@ from mcp_client.protocols.json_tensors import (
     tensor_from_raw,
     tensor_to_json,
 )
-from mcp_client.tensors import DATATYPES, Array, datatype_of, dtype_of
+from mcp_client.tensors import DATATYPES, Array, ShapeError, datatype_of, dtype_of
 from tests.protocols.arrays import same_numbers, tensors
 
 
