@@ -362,7 +362,10 @@ def to_raw(array: Array) -> memoryview | bytes:
 
 
 def from_raw(buffer: Any, datatype: str, shape: Sequence[int], *, what: str = "tensor") -> Array:
-    """A read-only array over ``buffer`` (no copy, except BYTES); ``ProtocolError`` if it does not fit the shape exactly."""
+    """A read-only array over ``buffer``; ``ProtocolError`` if it does not fit the shape exactly.
+
+    Copied are BYTES, and what begins at an address unfit for the datatype.
+    """
     size = element_count(shape, what)
     view = memoryview(buffer).cast("B") if not isinstance(buffer, bytes) else buffer
     if datatype == "BYTES":
@@ -374,7 +377,10 @@ def from_raw(buffer: Any, datatype: str, shape: Sequence[int], *, what: str = "t
         )
     if datatype == "BOOL" and size and np.frombuffer(view, np.uint8).max() > 1:
         raise ProtocolError(f"{what}: BOOL bytes must be 0 or 1")
-    return _read_only(np.frombuffer(view, dtype).reshape(tuple(shape)))
+    array = np.frombuffer(view, dtype)
+    if not array.flags.aligned:
+        array = array.copy()
+    return _read_only(array.reshape(tuple(shape)))
 
 
 def wire_dtype(datatype: str, what: str) -> np.dtype[Any]:

@@ -20,7 +20,7 @@ import numpy as np
 import orjson
 
 from ..errors import InvalidInputError, ProtocolError
-from ..tensors import Array, ShapeError, datatype_of, element_count, from_raw, wire_dtype
+from ..tensors import Array, ShapeError, datatype_of, element_count, wire_dtype
 
 _WORDS = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}
 # The one float32 (and its negative; all were tried) whose shortest decimal, 7.038531e-26, becomes another
@@ -110,14 +110,6 @@ def datatype_named(value: Any, what: str) -> str:
         raise ProtocolError(f"{what}: the datatype must be a name such as FP32; got {_brief(value)}")
     wire_dtype(value, what)
     return value
-
-
-def tensor_from_raw(buffer: bytes | memoryview, datatype: str, shape: Sequence[int], *, what: str) -> Array:
-    """A read-only array over ``buffer``; copied only where the bytes begin at an address unfit for the
-    datatype.
-    """
-    array = from_raw(buffer, datatype, shape, what=what)
-    return array if array.flags.aligned else from_raw(bytes(buffer), datatype, shape, what=what)
 
 
 def tensor_from_json(data: Any, datatype: str, shape: Sequence[int], *, what: str) -> Array:

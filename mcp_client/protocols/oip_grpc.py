@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,6 +24,7 @@ from ..tensors import (
     TensorSpec,
     datatype_of,
     element_count,
+    from_raw,
     to_raw,
     wire_dtype,
 )
@@ -30,7 +32,7 @@ from . import Buffer, Shared, WireRequest, WireResponse
 from .documents import check_answer, in_order, least, read_count
 from .grpc_status import require_success, status_told
 from .http_common import freshness, read_context, request_headers
-from .json_tensors import datatype_named, tensor_from_raw
+from .json_tensors import datatype_named
 from .regions import ReadRegion, put_in_region, tensor_in_region
 
 try:
@@ -149,30 +151,63 @@ def _write_raw(field: int, arrays: Iterable[Array]) -> list[Buffer]:
 
 
 def _write_request(request: Request, shared: Shared | None = None) -> tuple[Buffer, ...]:
-    message = pb.ModelInferRequest(
-        model_name=named(request.model), model_version=request.version, id=request.id
+    """The message in parts: what is the same from call to call, what is not, the tensors.
+
+    Fields may come in any order (protobuf's encoding guide): id = 3, parameters = 4.
+    """
+    lying: Mapping[str, tuple[int, int]] = {}
+    wanted: Mapping[str, tuple[int, int] | None] = dict.fromkeys(request.outputs)
+    region = ""
+    if shared is not None:
+        lying, wanted, region = shared.inputs, shared.outputs or wanted, shared.region
+    tensors = tuple(
+        (name, datatype_of(array), array.shape, lying.get(name)) for name, array in request.inputs.items()
     )
-    if request.parameters:
+    outputs = tuple((name, request.classes.get(name), place) for name, place in wanted.items())
+    own = b""
+    if request.id:
+        own = _field(3, request.id.encode())
+    if request.parameters or request.priority is not None:
+        message = pb.ModelInferRequest()
         write_parameters(message.parameters, request.parameters)
-    if request.priority is not None:
-        write_parameters(message.parameters, {"priority": request.priority})
+        if request.priority is not None:
+            write_parameters(message.parameters, {"priority": request.priority})
+        own += message.SerializeToString()
     if request.timeout_ms is not None:
-        # Triton reads it as microseconds
-        message.parameters["timeout"].int64_param = max(1, int(request.timeout_ms * 1000))
-    lying = shared.inputs if shared is not None else {}
-    for name, array in request.inputs.items():
-        tensor = message.inputs.add(name=name, datatype=datatype_of(array), shape=array.shape)
-        if shared is not None and name in lying:
-            _write_place(tensor.parameters, shared.region, lying[name])
-    wanted = shared.outputs if shared is not None and shared.outputs else dict.fromkeys(request.outputs)
-    for name, place in wanted.items():
-        output = message.outputs.add(name=name)
-        if name in request.classes:
-            output.parameters["classification"].int64_param = request.classes[name]
-        elif shared is not None and place is not None:
-            _write_place(output.parameters, shared.region, place)
+        # Triton reads it as microseconds. An entry of the map: key = 1, value = 2, in which int64_param = 2.
+        value = b"\x10" + write_varint(max(1, int(request.timeout_ms * 1000)))
+        own += _field(4, b"\x0a\x07timeout" + _field(2, value))
     sent = [array for name, array in request.inputs.items() if name not in lying]
-    return (message.SerializeToString(), *_write_raw(_RAW_INPUTS, sent))
+    head = _head(request.model, request.version, tensors, outputs, region)
+    return (head + own, *_write_raw(_RAW_INPUTS, sent))
+
+
+def _field(number: int, value: bytes) -> bytes:
+    return bytes((number << 3 | 2,)) + write_varint(len(value)) + value
+
+
+@lru_cache(256)
+def _head(
+    model: str,
+    version: str,
+    tensors: tuple[tuple[str, str, tuple[int, ...], tuple[int, int] | None], ...],
+    outputs: tuple[tuple[str, int | None, tuple[int, int] | None], ...],
+    region: str,
+) -> bytes:
+    """What is the same in every request of a model with inputs of these shapes."""
+    message = pb.ModelInferRequest(model_name=named(model), model_version=version)
+    for name, datatype, shape, place in tensors:
+        tensor = message.inputs.add(name=name, datatype=datatype, shape=shape)
+        if place is not None:
+            _write_place(tensor.parameters, region, place)
+    for name, classes, place in outputs:
+        output = message.outputs.add(name=name)
+        if classes is not None:
+            output.parameters["classification"].int64_param = classes
+        elif place is not None:
+            _write_place(output.parameters, region, place)
+    head: bytes = message.SerializeToString()
+    return head
 
 
 _REGION, _SIZE, _OFFSET = "shared_memory_region", "shared_memory_byte_size", "shared_memory_offset"
@@ -254,7 +289,7 @@ def _read_tensors(
         elif raw:
             if tensor.HasField("contents"):
                 raise ProtocolError(f"{what} has both raw and typed contents")
-            arrays[name] = tensor_from_raw(raw[number], datatype, shape, what=what)
+            arrays[name] = from_raw(raw[number], datatype, shape, what=what)
         else:
             arrays[name] = _from_contents(tensor.contents, datatype, shape, what)
     return arrays
@@ -265,7 +300,7 @@ def _from_contents(contents: Any, datatype: str, shape: tuple[int, ...], what: s
     field = _CONTENTS.get(datatype)
     if field is None:
         if expected == 0:
-            return tensor_from_raw(b"", datatype, shape, what=what)
+            return from_raw(b"", datatype, shape, what=what)
         raise ProtocolError(f"{what}: {datatype} travels only in raw contents, and there are none")
     values = getattr(contents, field)
     if len(values) != expected:

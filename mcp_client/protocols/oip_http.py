@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from ..errors import InvalidInputError, ProtocolError, ServerError
 from ..request import Request
 from ..result import Answer
-from ..tensors import Array, ModelMetadata, ShapeError, datatype_of, to_raw
+from ..tensors import Array, ModelMetadata, ShapeError, datatype_of, from_raw, to_raw
 from . import Buffer, Shared, WireRequest, WireResponse
 from .documents import (
     check_answer,
@@ -42,7 +42,6 @@ from .json_tensors import (
     loads_object,
     shape_of,
     tensor_from_json,
-    tensor_from_raw,
 )
 from .management_http import OipHttpManagement, model_path
 from .regions import ReadRegion, put_in_region, tensor_in_region
@@ -277,7 +276,7 @@ def _read_tensors(
             raise ProtocolError(
                 f"{what} has {size} bytes by its binary_data_size; the body has {len(raw) - at} left"
             )
-        tensors[name] = tensor_from_raw(raw[at : at + size], datatype, shape, what=what)
+        tensors[name] = from_raw(raw[at : at + size], datatype, shape, what=what)
         at += size
     if at != len(raw):
         raise ProtocolError(f"{len(raw) - at} bytes are left over after the last {kind}")

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ..errors import ServerError
-from ..tensors import Array, ShapeError, element_count, to_raw, wire_dtype
+from ..tensors import Array, ShapeError, element_count, from_raw, to_raw, wire_dtype
 from . import Buffer
-from .json_tensors import tensor_from_raw
 
 Place = tuple[str, int, int]  # region, offset and size in bytes
 ReadRegion = Callable[[str, int, int], Buffer]  # bytes of a region: name, offset, size
@@ -25,7 +24,7 @@ def tensor_in_region(
                 f"{what}: {datatype} {list(shape)} takes {needed} bytes; its place in shared memory has {size}"
             )
         size = needed
-    return tensor_from_raw(read(region, offset, size), datatype, shape, what=what)
+    return from_raw(read(region, offset, size), datatype, shape, what=what)
 
 
 def put_in_region(

@@ -73,7 +73,8 @@ class _ForkGate:
     _WAIT_S = 5.0
 
     def __init__(self) -> None:
-        self._condition = threading.Condition(threading.Lock())
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._calls = 0
         self._forking = False
         self._unsafe = False
@@ -90,31 +91,32 @@ class _ForkGate:
                 "gRPC can't be used in this process: it was forked while a gRPC call or an asyncio gRPC client was in use; "
                 "start workers before the first call, use multiprocessing's 'spawn', or http://"
             )
-        with self._condition:
+        with self._lock:
             while self._forking:
-                self._condition.wait()
+                self._changed.wait()
             self._calls += 1
 
     def __exit__(self, *_: object) -> None:
-        with self._condition:
+        with self._lock:
             self._calls -= 1
             if self._forking and not self._calls:
-                self._condition.notify_all()
+                self._changed.notify_all()
 
     def _before(self) -> None:
-        with self._condition:
+        with self._lock:
             self._forking = True
-            quiet = self._condition.wait_for(lambda: not self._calls, self._WAIT_S)
+            quiet = self._changed.wait_for(lambda: not self._calls, self._WAIT_S)
             self._unsafe = self.aio_channels > 0 or not quiet
 
     def _after(self) -> None:
-        with self._condition:
+        with self._lock:
             self._forking = False
-            self._condition.notify_all()
+            self._changed.notify_all()
 
     def _in_child(self) -> None:
         self.broken = self.broken or self._unsafe
-        self._condition = threading.Condition(threading.Lock())
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._calls = self.aio_channels = 0
         self._forking = False
 

@@ -19,10 +19,9 @@ from mcp_client.protocols.json_tensors import (
     shape_by_nesting,
     shape_of,
     tensor_from_json,
-    tensor_from_raw,
     tensor_to_json,
 )
-from mcp_client.tensors import DATATYPES, Array, ShapeError, datatype_of, dtype_of
+from mcp_client.tensors import DATATYPES, Array, ShapeError, datatype_of, dtype_of, from_raw
 from tests.protocols.arrays import same_numbers, tensors
 
 
@@ -207,7 +206,7 @@ def test_no_shape_from_the_wire_can_exhaust_memory(shape: list[int], datatype: s
         return
     for read in (
         lambda: tensor_from_json([], datatype, sizes, what="t"),
-        lambda: tensor_from_raw(b"", datatype, sizes, what="t"),
+        lambda: from_raw(b"", datatype, sizes, what="t"),
     ):
         try:
             assert read().size == 0
@@ -236,14 +235,14 @@ def test_what_json_can_not_say_is_told_before_it_is_sent(value: Any) -> None:
 
 def test_raw_data_is_not_copied_where_it_is_aligned() -> None:
     body = bytes(64) + np.arange(4, dtype=np.float64).tobytes()
-    array = tensor_from_raw(memoryview(body)[64:], "FP64", (4,), what="t")
+    array = from_raw(memoryview(body)[64:], "FP64", (4,), what="t")
     assert array.tolist() == [0, 1, 2, 3]
     assert np.shares_memory(array, np.frombuffer(body, np.uint8))
 
 
 def test_raw_data_at_an_odd_address_becomes_an_aligned_array() -> None:
     body = bytes(1) + np.arange(4, dtype=np.float64).tobytes()
-    array = tensor_from_raw(memoryview(body)[1:], "FP64", (4,), what="t")
+    array = from_raw(memoryview(body)[1:], "FP64", (4,), what="t")
     assert array.tolist() == [0, 1, 2, 3]
     assert array.flags.aligned
     assert not array.flags.writeable
