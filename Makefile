@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 NAME ?= demo
 ARGS ?=
 
-.PHONY: demo test test-httpx lint bench clean
+.PHONY: demo test test-httpx test-arm64 lint bench clean
 
 $(STAMP): pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -22,6 +22,9 @@ test: $(STAMP)
 
 test-httpx: $(STAMP)  ## the promises once more, on the original httpx instead of httpx2
 	@TEST_HTTP_LIBRARY=httpx $(BIN)/python -m pytest tests/test_promises.py $(ARGS)
+
+test-arm64: $(STAMP)  ## tests/edge on an emulated Raspberry Pi 3 (Debian: as root, or with qemu-user-static and mmdebstrap installed)
+	@tests/arm64/run.sh $(BIN)/python $(VENV)/arm64 $(ARGS)
 
 lint: $(STAMP)
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import struct
+import sys
 from typing import Any
 
 import orjson
@@ -21,10 +22,14 @@ from ..result import Answer
 from ..tensors import datatype_of, from_raw, nbytes_of, to_raw
 from .memory import Entry
 
-try:
-    import zstandard
-except ImportError:  # part of the extra ``disk``; without it entries are stored as they are
-    zstandard = None  # type: ignore[assignment]
+try:  # of the extra ``disk``; without it entries are stored as they are
+    # PEP 784's module: 1 MB on a device where ``zstandard`` takes 22
+    if sys.version_info >= (3, 14):
+        from compression import zstd
+    else:
+        from backports import zstd
+except ImportError:
+    zstd = None  # type: ignore[assignment]
 
 FORMAT = 1
 _MAGIC = b"MCPE"
@@ -67,11 +72,10 @@ def encode(key: bytes, entry: Entry, *, now: float, wall: float) -> bytes:
     }
     data = b"".join(raws)
     flags = 0
-    if zstandard is not None and len(data) >= _COMPRESS_FROM:
-        compressor = zstandard.ZstdCompressor(level=1)
+    if zstd is not None and len(data) >= _COMPRESS_FROM:
         sample = data[:_SAMPLE]
-        if len(compressor.compress(sample)) < _PAYS_BELOW * len(sample):
-            data, flags = compressor.compress(data), _ZSTD
+        if len(zstd.compress(sample, 1)) < _PAYS_BELOW * len(sample):
+            data, flags = zstd.compress(data, 1), _ZSTD
     text = orjson.dumps(header)
     text += b" " * (-(_HEAD.size + len(text)) % _ALIGNED)
     digest = _digest(key, flags, text, data)
@@ -98,16 +102,16 @@ def decode(key: bytes, blob: bytes, *, now: float, wall: float) -> Entry:
 def _read(text: memoryview, data: memoryview, flags: int, *, now: float, wall: float) -> Entry:
     header = orjson.loads(text)
     if flags & _ZSTD:
-        if zstandard is None:
+        if zstd is None:
             raise DamagedEntryError("it is compressed: pip install 'mcp2026[disk]' to read it")
         size = header["size"]
-        if zstandard.frame_content_size(data) != size or size > _LARGEST:
-            raise DamagedEntryError(
-                f"it says that it unpacks to {size} bytes; its frame says otherwise, or it is too many"
-            )
         try:
-            data = memoryview(zstandard.ZstdDecompressor().decompress(data))
-        except zstandard.ZstdError as error:
+            if zstd.get_frame_info(data).decompressed_size != size or size > _LARGEST:
+                raise DamagedEntryError(
+                    f"it says that it unpacks to {size} bytes; its frame says otherwise, or it is too many"
+                )
+            data = memoryview(zstd.ZstdDecompressor().decompress(data))
+        except zstd.ZstdError as error:
             raise DamagedEntryError(str(error)) from error
     outputs = {}
     at = 0
