@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import resource
 import subprocess
@@ -34,8 +35,7 @@ def limited(nbytes: int) -> Iterator[tuple[str, Callable[[], None]]]:
             (group / limit).write_text(str(nbytes))
             with contextlib.suppress(OSError):  # a kernel that counts no swap
                 (group / swap[0]).write_text(str(swap[1]))
-            procs = group / "cgroup.procs"
-            yield "cgroup", lambda: _join(procs)
+            yield "cgroup", functools.partial(_join, group / "cgroup.procs")
             return
         finally:
             group.rmdir()
