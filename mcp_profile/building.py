@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import orjson
 import sqlalchemy as sa
@@ -12,6 +12,7 @@ from sqlalchemy.engine import Connection
 from mcp_client.prefetch.markov import START
 from mcp_client.prefetch.profile import SEPARATOR, KeyStats, Profile
 
+from .forgetting import weight, whole
 from .schema import mined, path_sums, transitions
 
 # What popularity alone (the empty context) and the statistics of paths may take of a profile: they are what a
@@ -40,6 +41,8 @@ def build(db: Connection, app: int, *, version: str, order: int, max_bytes: int)
 
 def _build(db: Connection, app: int, version: str, order: int, budget: int) -> Profile:
     t, s = transitions.c, path_sums.c
+    stand = db.execute(sa.select(mined).where(mined.c.app == app)).first()
+    one = today(stand)
     # The shortest transition takes 12 bytes: more than these can't fit. A context comes before those it is
     # the end of, as it was counted at least as often: what is cut off leaves no context whose shorter one is
     # missing.
@@ -49,7 +52,7 @@ def _build(db: Connection, app: int, version: str, order: int, budget: int) -> P
         .order_by(t.n.desc(), sa.func.length(t.context), t.kind, t.context, t.step)
         .limit(budget // 12)
     )
-    kept = _fitting((Transition(*row) for row in rows), budget)
+    kept = _fitting((Transition(*row) for row in rows), one, budget)
     sums = db.execute(
         sa.select(s.path, s.asked, s.gap_s, s.gaps, s.latency_ms, s.served, s.bytes, s.answered)
         .where(s.app == app)
@@ -60,7 +63,7 @@ def _build(db: Connection, app: int, version: str, order: int, budget: int) -> P
     left = budget * _KEYS_SHARE
     for path, asked, gap_s, gaps, latency_ms, served, nbytes, answered in sums:
         stats = KeyStats(
-            asked,
+            whole(asked / one),
             gap_s=round(gap_s / gaps, 2) if gaps else 0.0,
             latency_ms=round(latency_ms / served, 2) if served else 0.0,
             bytes=round(nbytes / answered) if answered else 0,
@@ -69,23 +72,32 @@ def _build(db: Connection, app: int, version: str, order: int, budget: int) -> P
         if left < 0:
             break
         keys[path] = stats
-    mined_at = db.execute(sa.select(mined.c.mined_at).where(mined.c.app == app)).scalar()
     return Profile(
         version=version,
         order=order,
         paths=kept["path"],
         routes=kept["route"],
         keys=keys,
-        created_at=round(mined_at or 0.0, 3),
+        created_at=round(stand.mined_at, 3) if stand else 0.0,
     )
 
 
-def _fitting(rows: Iterable[Transition], budget: int) -> dict[str, dict[str, dict[str, float]]]:
+def today(stand: Any) -> float:
+    """What an event of the last day that is counted weighs (``stand``: the row of ``schema.mined``, or ``None``).
+
+    Not of this day: a profile changes when there is something new, and not because time passes.
+    """
+    return weight(stand.day - stand.since, stand.half_life_days) if stand is not None else 1.0
+
+
+def _fitting(rows: Iterable[Transition], one: float, budget: int) -> dict[str, dict[str, dict[str, float]]]:
     kept: dict[str, dict[str, dict[str, float]]] = {"path": {}, "route": {}}
     left = {True: budget * _POPULARITY_SHARE, False: budget * (1 - _POPULARITY_SHARE - _KEYS_SHARE)}
     for kind, context, step, n in rows:
         steps = kept[kind].get(context)
-        count = int(n) if n == int(n) else round(n, 2)
+        count = whole(n / one)
+        if not count:
+            break  # forgotten, as are all that follow
         cost = _length(step) + len(str(count)) + 2 + (_length(context) + 4 if steps is None else 0)
         popularity = context == ""
         if left[popularity] < cost:
@@ -105,6 +117,8 @@ def _length(text: str) -> int:
 def frequent_paths(db: Connection, app: int, min_support: int, limit: int) -> list[dict[str, object]]:
     """Closed sequences, most frequent first: none is part of a longer one that was seen as often."""
     t, s = transitions.c, path_sums.c
+    one = today(db.execute(sa.select(mined).where(mined.c.app == app)).first())
+    least = min_support * one
     rows = db.execute(
         sa.select(t.context, t.step, t.n)
         .where(
@@ -112,17 +126,13 @@ def frequent_paths(db: Connection, app: int, min_support: int, limit: int) -> li
             t.kind == "path",
             t.context != "",
             t.context.not_like(f"{START}%"),
-            t.n >= min_support,
+            t.n >= least,
         )
         .order_by(t.n.desc(), t.context, t.step)
         .limit(100 * limit)
     )
-    support = {(*context.split(SEPARATOR), step): int(n) for context, step, n in rows}
-    single = (
-        sa.select(s.path, s.asked)
-        .where(s.app == app, s.asked >= min_support)
-        .order_by(s.asked.desc(), s.path)
-    )
+    support = {(*context.split(SEPARATOR), step): n for context, step, n in rows}
+    single = sa.select(s.path, s.asked).where(s.app == app, s.asked >= least).order_by(s.asked.desc(), s.path)
     support |= {(path,): n for path, n in db.execute(single.limit(100 * limit))}
     closed = dict(support)
     for steps, n in support.items():
@@ -130,4 +140,4 @@ def frequent_paths(db: Connection, app: int, min_support: int, limit: int) -> li
             if closed.get(part) == n:
                 del closed[part]
     ordered = sorted(closed.items(), key=lambda found: (-found[1], -len(found[0]), found[0]))
-    return [{"steps": list(steps), "support": n} for steps, n in ordered[:limit]]
+    return [{"steps": list(steps), "support": whole(n / one)} for steps, n in ordered[:limit]]

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, BinaryIO, cast
+from typing import TYPE_CHECKING, Annotated, BinaryIO, NoReturn, cast
 
 import typer
 
@@ -83,14 +83,53 @@ def mine(
     anew: Annotated[
         bool, typer.Option("--anew", help="Count all events again, with DuckDB; what aged out goes.")
     ] = False,
+    engine: Annotated[
+        str, typer.Option(help="duckdb or spark: count all events again on it.", show_default=False)
+    ] = "",
+    master: Annotated[
+        str, typer.Option(help="Of the Spark cluster: spark://host:port.", show_default=False)
+    ] = "",
+    folder: Annotated[
+        Path | None,
+        typer.Option(
+            help="For Spark, events and results as Parquet: shared by all of its machines.",
+            show_default="a temporary one",
+        ),
+    ] = None,
+    half_life_days: Annotated[
+        float | None,
+        typer.Option(
+            help="With --anew or --engine, from now on: what was seen so long ago counts half; 0 forgets nothing.",
+            show_default=False,
+            min=0,
+        ),
+    ] = None,
 ) -> None:
     """Count the events that are new, now."""
     from .bulk import rebuild
+    from .forgetting import SHORTEST_HALF_LIFE_DAYS
     from .service import Profiles
 
+    if engine not in ("", "duckdb", "spark"):
+        _refuse(f"--engine is duckdb or spark; got {engine!r}")
+    if (engine == "spark") != bool(master):
+        _refuse("--engine spark and --master spark://host:port go together")
+    if half_life_days is not None and not (anew or engine):
+        _refuse("--half-life-days changes what every event counts: give it with --anew")
+    if half_life_days and half_life_days < SHORTEST_HALF_LIFE_DAYS:
+        _refuse(f"--half-life-days is {SHORTEST_HALF_LIFE_DAYS:.0f} at least, or 0; got {half_life_days:g}")
     with _store(db) as store:
         app_id = _application(store, application)
-        counted = rebuild(store, app_id) if anew else Profiles(store).mine(app_id)
+        if anew or engine:
+            counted = rebuild(
+                store,
+                app_id,
+                half_life_days=half_life_days,
+                master=master,
+                folder=str(folder) if folder else None,
+            )
+        else:
+            counted = Profiles(store).mine(app_id)
     typer.echo(f"{counted} events mined")
 
 
@@ -188,8 +227,7 @@ def _store(db: str) -> Iterator[Store]:
     try:
         store = Store(database_url(db or _default_db()))
     except ConfigurationError as error:
-        typer.echo(f"mcp-profile: {error}", err=True)
-        raise typer.Exit(2) from None
+        _refuse(str(error))
     try:
         yield store
     finally:
@@ -210,6 +248,11 @@ def _application(store: Store, name: str) -> int:
     except LookupError as error:
         typer.echo(f"mcp-profile: {error}", err=True)
         raise typer.Exit(2) from None
+
+
+def _refuse(message: str) -> NoReturn:
+    typer.echo(f"mcp-profile: {message}", err=True)
+    raise typer.Exit(2)
 
 
 def _created(file: Path) -> BinaryIO:

@@ -18,6 +18,7 @@ import orjson
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
+from .forgetting import HALF_LIFE_DAYS, rounded, weight
 from .schema import events, mined, path_sums, tails, transitions
 from .sessions import IDLE_S, LOST
 from .steps import ROUTE_ORDER, Step, keys_of
@@ -40,51 +41,54 @@ _NO_TAIL: Tail = (0.0, ())
 class Sums:
     """Of one path: see ``schema.path_sums``."""
 
-    asked: int = 0
+    asked: float = 0.0
     gap_s: float = 0.0
-    gaps: int = 0
+    gaps: float = 0.0
     latency_ms: float = 0.0
-    served: int = 0
+    served: float = 0.0
     bytes: float = 0.0
-    answered: int = 0
+    answered: float = 0.0
 
 
 @dataclass(slots=True)
 class Counts:
-    """What a stretch of events adds. ``grams``: a step behind up to ``order`` steps of its visit, oldest first → how often."""
+    """What a stretch of events adds. ``grams``: a step behind up to ``order`` steps of its visit, oldest first → how often.
+
+    How much an event counts is its weight (forgetting.py).
+    """
 
     order: int
-    grams: dict[tuple[Step, ...], int] = field(default_factory=dict)
+    grams: dict[tuple[Step, ...], float] = field(default_factory=dict)
     sums: defaultdict[str, Sums] = field(default_factory=lambda: defaultdict(Sums))
     steps: int = 0
     visits: int = 0
 
-    def follow(self, tail: Tail, t: float, step: Step) -> Tail:
+    def follow(self, tail: Tail, t: float, step: Step, weight: float) -> Tail:
         """Count a step that comes after ``tail``; returns the tail after it."""
         last, before = tail
         if before and t - last <= IDLE_S:
             if step[0] == before[-1][0]:
                 return t, before  # a reload of the same path is no step
             sums = self.sums[before[-1][0]]
-            sums.gap_s += max(0.0, t - last)
-            sums.gaps += 1
+            sums.gap_s += rounded(max(0.0, t - last)) * weight
+            sums.gaps += weight
         else:
             before = ()
             self.visits += 1
         self.steps += 1
         gram = (*before, step)
-        self.grams[gram] = self.grams.get(gram, 0) + 1
+        self.grams[gram] = self.grams.get(gram, 0) + weight
         return t, gram[-self.order :]
 
-    def ask(self, path: str, source: str, latency_ms: float, nbytes: int) -> None:
+    def ask(self, path: str, source: str, latency_ms: float, nbytes: int, weight: float) -> None:
         sums = self.sums[path]
-        sums.asked += 1
+        sums.asked += weight
         if source == "server":
-            sums.latency_ms += latency_ms
-            sums.served += 1
+            sums.latency_ms += rounded(latency_ms) * weight
+            sums.served += weight
         if source != "error":
-            sums.bytes += nbytes
-            sums.answered += 1
+            sums.bytes += nbytes * weight
+            sums.answered += weight
 
 
 class Miner:
@@ -117,22 +121,27 @@ class Miner:
     def _step(self, app: int) -> int | None:
         """Count one chunk; ``None`` if there is nothing new."""
         with self._store.read() as db:
-            low = int(db.execute(sa.select(mined.c.watermark).where(mined.c.app == app)).scalar() or 0)
+            stand = db.execute(sa.select(mined).where(mined.c.app == app)).first()
+            low = int(stand.watermark) if stand else 0
             rows = self._rows(db, app, low)
             if not rows:
                 return None
-            known = self._tails(db, app, {row[1] for row in rows})
+            since = int(stand.since) if stand else rows[0].day
+            half_life = float(stand.half_life_days) if stand else HALF_LIFE_DAYS
+            weights = {day: weight(day - since, half_life) for day in {row.day for row in rows}}
+            known = self._tails(db, app, {row.session for row in rows})
         counts = Counts(self.order)
         touched: dict[str, Tail] = {}
-        for _, session, t, path, route, source, outcome, latency_ms, nbytes in rows:
+        for _, day, session, t, path, route, source, outcome, latency_ms, nbytes in rows:
             if outcome in LOST or not path:
                 continue
-            counts.ask(path, source, latency_ms, nbytes)
+            weighs = weights[day]
+            counts.ask(path, source, latency_ms, nbytes, weighs)
             if session:
                 tail = touched.get(session) or known.get(session, _NO_TAIL)
-                touched[session] = counts.follow(tail, t, (path, route))
+                touched[session] = counts.follow(tail, t, (path, route), weighs)
         with self._store.write() as db:
-            if not self._advance(db, app, low, rows[-1].id, counts):
+            if not self._advance(db, app, low, rows[-1], since, counts):
                 return 0  # another process was here first: look again
             self._add(db, app, counts)
             self._keep_tails(db, app, touched)
@@ -140,7 +149,7 @@ class Miner:
 
     def _rows(self, db: Connection, app: int, low: int) -> Any:
         e = events.c
-        columns = (e.id, e.session, e.t, e.path, e.route, e.source, e.outcome, e.latency_ms, e.bytes)
+        columns = (e.id, e.day, e.session, e.t, e.path, e.route, e.source, e.outcome, e.latency_ms, e.bytes)
         # "+ 0" keeps SQLite from the index by application and session, after which it would have to sort.
         wanted = sa.select(*columns).where(e.app + 0 == app, e.id > low)
         return db.execute(wanted.order_by(e.id).limit(_CHUNK)).fetchall()
@@ -159,14 +168,24 @@ class Miner:
                 known[session] = (t, tuple((path, route) for path, route in steps))
         return known
 
-    def _advance(self, db: Connection, app: int, low: int, high: int, counts: Counts) -> bool:
+    def _advance(self, db: Connection, app: int, low: int, last: Any, since: int, counts: Counts) -> bool:
         now = self._store.clock()
-        start = {"app": app, "watermark": 0, "steps": 0, "visits": 0, "mined_at": now}
+        start = {
+            "app": app,
+            "watermark": 0,
+            "steps": 0,
+            "visits": 0,
+            "mined_at": now,
+            "since": since,
+            "day": since,
+            "half_life_days": HALF_LIFE_DAYS,
+        }
         db.execute(self._store.insert(mined).values(start).on_conflict_do_nothing())
         statement = mined.update().where(mined.c.app == app, mined.c.watermark == low)
         changed = db.execute(
             statement.values(
-                watermark=high,
+                watermark=last.id,
+                day=sa.case((mined.c.day < last.day, last.day), else_=mined.c.day),
                 steps=mined.c.steps + counts.steps,
                 visits=mined.c.visits + counts.visits,
                 mined_at=now,
@@ -175,7 +194,7 @@ class Miner:
         return changed.rowcount == 1
 
     def _add(self, db: Connection, app: int, counts: Counts) -> None:
-        keys: dict[tuple[str, str, str], int] = {}
+        keys: dict[tuple[str, str, str], float] = {}
         for gram, n in counts.grams.items():
             for key in keys_of(gram, self.order):
                 keys[key] = keys.get(key, 0) + n

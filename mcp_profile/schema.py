@@ -65,6 +65,7 @@ events = Table(
     Column("id", _Id, primary_key=True, autoincrement=True),
     Column("app", Integer, nullable=False),
     Column("client", _Id, nullable=False),
+    Column("day", Integer, nullable=False),  # of arrival, since 1970
     Column("seq", BigInteger, nullable=False),
     Column("t", Float, nullable=False),
     Column("session", Text, nullable=False),
@@ -78,6 +79,7 @@ events = Table(
     Column("prefetch_id", Text, nullable=False),
     Column("outcome", String(10), nullable=False),
     Index("events_by_session", "app", "session"),
+    sqlite_autoincrement=True,  # else SQLite gives the ids of deleted events out again, below the watermark of mining
 )
 
 # Sums by the hour, kept at ingest: they answer /v1/stats whatever the number of events, and stay when events
@@ -117,6 +119,10 @@ mined = Table(
     Column("steps", BigInteger, nullable=False),
     Column("visits", BigInteger, nullable=False),
     Column("mined_at", Float, nullable=False),
+    # forgetting.py: the days on which the first and the last of the counted events arrived, and how fast they fade (0: never)
+    Column("since", Integer, nullable=False),
+    Column("day", Integer, nullable=False),
+    Column("half_life_days", Float, nullable=False),
 )
 
 # Each session's present visit: when its last step was, and its last steps, oldest first; what the next run needs to go on.
@@ -129,7 +135,7 @@ tails = Table(
     Column("touched_at", Float, nullable=False),
 )
 
-# How often a step followed a context. ``kind``: "path" or "route".
+# How often a step followed a context, weighted by forgetting.py. ``kind``: "path" or "route".
 transitions = Table(
     "transitions",
     metadata,
@@ -140,17 +146,27 @@ transitions = Table(
     Column("n", Float, nullable=False),
 )
 
-# Sums by path, from which prefetch.profile.KeyStats are the means.
+# Sums by path, weighted by forgetting.py, from which prefetch.profile.KeyStats are the means.
 path_sums = Table(
     "path_sums",
     metadata,
     Column("app", Integer, primary_key=True),
     Column("path", Text, primary_key=True),
-    Column("asked", BigInteger, nullable=False),
+    Column("asked", Float, nullable=False),
     Column("gap_s", Float, nullable=False),  # to the step after it
-    Column("gaps", BigInteger, nullable=False),
+    Column("gaps", Float, nullable=False),
     Column("latency_ms", Float, nullable=False),  # of answers that came from a server
-    Column("served", BigInteger, nullable=False),
+    Column("served", Float, nullable=False),
     Column("bytes", Float, nullable=False),
-    Column("answered", BigInteger, nullable=False),
+    Column("answered", Float, nullable=False),
+)
+
+# The TTL policy of an application (PROTOCOL.md section 4), as Watch hands it out.
+policies = Table(
+    "policies",
+    metadata,
+    Column("app", Integer, primary_key=True),
+    Column("version", Integer, nullable=False),
+    Column("document", Text, nullable=False),  # JSON
+    Column("changed_at", Float, nullable=False),
 )

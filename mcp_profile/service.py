@@ -18,7 +18,8 @@ import sqlalchemy as sa
 
 from mcp_client.prefetch.profile import SEPARATOR, Profile
 
-from .building import build, frequent_paths
+from .building import build, frequent_paths, today
+from .forgetting import whole
 from .mining import Miner
 from .schema import events, mined, path_sums, transitions
 from .sessions import LOST
@@ -120,9 +121,9 @@ class Profiles:
             ).all()
             names = sorted({name for edge in edges for name in edge[:2]})
             asked = dict(db.execute(sa.select(s.path, s.asked).where(s.app == app, s.path.in_(names))).all())
-        return _graph(
-            "", {name: asked.get(name, 0) for name in names}, {edge[:2]: edge[2] for edge in edges}, limit
-        )
+            one = today(db.execute(sa.select(mined).where(mined.c.app == app)).first())
+        counts = {name: asked.get(name, 0.0) / one for name in names}
+        return _graph("", counts, {edge[:2]: edge[2] / one for edge in edges}, limit)
 
     def _session_graph(self, app: int, session: str, limit: int) -> dict[str, Any]:
         e = events.c
@@ -166,13 +167,13 @@ class Profiles:
 
 
 def _graph(
-    session: str, nodes: Mapping[str, int], edges: Mapping[tuple[str, str], float], limit: int
+    session: str, nodes: Mapping[str, float], edges: Mapping[tuple[str, str], float], limit: int
 ) -> dict[str, Any]:
     heaviest = sorted(edges.items(), key=lambda edge: (-edge[1], edge[0]))[:limit]
     return {
         "session": session,
-        "nodes": [{"path": path, "count": n} for path, n in sorted(nodes.items())],
-        "edges": [{"from": one, "to": other, "count": int(n)} for (one, other), n in heaviest],
+        "nodes": [{"path": path, "count": whole(n)} for path, n in sorted(nodes.items())],
+        "edges": [{"from": one, "to": other, "count": whole(n)} for (one, other), n in heaviest],
     }
 
 

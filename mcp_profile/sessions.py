@@ -14,11 +14,14 @@ IDLE_S = 1800
 STEP_SEPARATOR = "\x1f"
 
 
-def demanded(app: int, relation: str = "events") -> str:
-    """The demanded requests of sessions: session, id, t, path, and ``step``, which is path and route in one."""
+def demanded(app: int, weights: str, relation: str = "events") -> str:
+    """The demanded requests of sessions: session, id, t, weight, path, and ``step``, which is path and route in one.
+
+    ``weights``: a relation or query of what an event counts by its day (``forgetting.weights_sql``).
+    """
     return f"""
-        SELECT session, id, t, path, path || '{STEP_SEPARATOR}' || route AS step
-        FROM {relation} WHERE {wanted(app)} AND session <> ''"""
+        SELECT session, id, t, weight, path, path || '{STEP_SEPARATOR}' || route AS step
+        FROM {relation} e JOIN ({weights}) w ON w.day = e.day WHERE {wanted(app)} AND session <> ''"""
 
 
 def asked(demanded: str) -> str:
@@ -27,15 +30,18 @@ def asked(demanded: str) -> str:
     By id and not by time: clocks jump, and only say whether a session paused.
     """
     return f"""
-        SELECT session, id, t, path, step, LAG(path) OVER v AS before, t - LAG(t) OVER v AS gap
+        SELECT session, id, t, weight, path, step, LAG(path) OVER v AS before, t - LAG(t) OVER v AS gap
         FROM ({demanded}) AS demanded
         WINDOW v AS (PARTITION BY session ORDER BY id)"""
 
 
 def steps(asked: str) -> str:
-    """Of these, the steps: session, id, step, and ``begins``, 1 where a visit begins. A reload of the same path is no step."""
+    """Of these, the steps: session, id, weight, step, and ``begins``, 1 where a visit begins.
+
+    A reload of the same path is no step.
+    """
     return f"""
-        SELECT session, id, step, CASE WHEN before IS NULL OR gap > {IDLE_S} THEN 1 ELSE 0 END AS begins
+        SELECT session, id, weight, step, CASE WHEN before IS NULL OR gap > {IDLE_S} THEN 1 ELSE 0 END AS begins
         FROM ({asked}) AS asked WHERE before IS NULL OR gap > {IDLE_S} OR before <> path"""
 
 
@@ -57,11 +63,11 @@ def grams(steps: str, order: int = 4) -> str:
     )
     return f"""
         WITH seen AS (
-          SELECT step AS s0, begins AS b0, {lags} FROM ({steps}) AS steps
+          SELECT weight, step AS s0, begins AS b0, {lags} FROM ({steps}) AS steps
           WINDOW v AS (PARTITION BY session ORDER BY id)
         ),
-        cut AS (SELECT s0, {within} FROM seen)
-        SELECT {columns}, COUNT(*) AS n FROM cut GROUP BY {columns}"""
+        cut AS (SELECT weight, s0, {within} FROM seen)
+        SELECT {columns}, SUM(weight) AS n FROM cut GROUP BY {columns}"""
 
 
 def wanted(app: int) -> str:

@@ -8,7 +8,9 @@ from typing import Any, BinaryIO
 import orjson
 import sqlalchemy as sa
 
-from .schema import batches, events, mined
+from .building import today
+from .forgetting import FORGOTTEN
+from .schema import batches, events, mined, path_sums, transitions
 from .store import Store
 
 _DAY_S = 86_400.0
@@ -19,7 +21,10 @@ _BATCHES_DAYS = 400.0
 
 
 def retire(store: Store, days: float) -> int:
-    """Delete the events older than ``days`` that are mined; how many. Events dated into the future count as old."""
+    """Delete the events older than ``days`` that are mined; how many. Events dated into the future count as old.
+
+    What is learned from them stays, but for what has faded to next to nothing (forgetting.py).
+    """
     now = store.clock()
     e = events.c
     deleted = 0
@@ -34,9 +39,20 @@ def retire(store: Store, days: float) -> int:
             deleted += gone
             if gone < _CHUNK:
                 break
+    _forget(store)
     with store.write() as db:
         db.execute(batches.delete().where(batches.c.received_at < now - max(days, _BATCHES_DAYS) * _DAY_S))
     return deleted
+
+
+def _forget(store: Store) -> None:
+    with store.read() as db:
+        stands = db.execute(sa.select(mined)).all()
+    for stand in stands:
+        least = FORGOTTEN * today(stand)
+        with store.write() as db:
+            for table, n in ((transitions, transitions.c.n), (path_sums, path_sums.c.asked)):
+                db.execute(table.delete().where(table.c.app == stand.app, n < least))
 
 
 def export(store: Store, app: int, out: BinaryIO) -> int:

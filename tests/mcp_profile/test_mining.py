@@ -18,12 +18,15 @@ from mcp_client.prefetch.predictor import Predictor
 from mcp_client.prefetch.profile import SEPARATOR, Profile
 from mcp_client.prefetch.routes import Route, RouteTable
 from mcp_profile import bulk, sessions
+from mcp_profile.forgetting import DAY_S, weights_sql
 from mcp_profile.ingest import Batch, Row
 from mcp_profile.mining import Counts, Miner
 from mcp_profile.schema import events, path_sums, tails, transitions
 from mcp_profile.service import Profiles
 from mcp_profile.sessions import IDLE_S
 from mcp_profile.store import DEFAULT_APP, Store
+
+_TODAY = 20_000
 
 
 @pytest.fixture
@@ -196,11 +199,11 @@ def test_of_two_miners_at_once_one_counts(store: Store, tmp_path: Path) -> None:
     other = Store(str(store.url))
     _ingest(store, [_row(n, "ab"[n % 2]) for n in range(10)])
     mine, theirs = Miner(store), Miner(other, order=1)
-    rows = mine._store.last_event(DEFAULT_APP)
     with store.write() as db:
-        assert mine._advance(db, DEFAULT_APP, 0, rows, Counts(1))
+        last = db.execute(sa.select(events).order_by(events.c.id.desc()).limit(1)).one()
+        assert mine._advance(db, DEFAULT_APP, 0, last, last.day, Counts(1))
     with other.write() as db:
-        assert not theirs._advance(db, DEFAULT_APP, 0, rows, Counts(1))
+        assert not theirs._advance(db, DEFAULT_APP, 0, last, last.day, Counts(1))
     assert theirs.mine(DEFAULT_APP) == 0
     other.close()
 
@@ -334,18 +337,19 @@ def test_counting_in_bulk_is_counting_as_events_come(reading: list[tuple[str, st
 @settings(max_examples=30, deadline=None)
 @given(steps=_steps)
 def test_the_sql_says_the_same_on_sqlite_and_duckdb(steps: list[tuple[str, str, float]]) -> None:
-    store = Store("sqlite://")
+    store = Store("sqlite://", clock=lambda: _TODAY * DAY_S)
     _ingest(store, _rows(steps))
-    text = sessions.grams(sessions.steps(sessions.asked(sessions.demanded(DEFAULT_APP))), 3)
+    weights = weights_sql([_TODAY], _TODAY - 45, 30.0)  # of no round number
+    text = sessions.grams(sessions.steps(sessions.asked(sessions.demanded(DEFAULT_APP, weights))), 3)
     with store.read() as db:
         on_sqlite = {tuple(row) for row in db.exec_driver_sql(text).all()}
         stored = [tuple(row) for row in db.execute(sa.select(events)).all()]
     store.close()
     with duckdb.connect() as duck:
         duck.execute(
-            "CREATE TABLE events (id BIGINT, app INT, client BIGINT, seq BIGINT, t DOUBLE, session TEXT, path TEXT, route TEXT,"
-            "fp TEXT, model TEXT, source TEXT, latency_ms DOUBLE, bytes BIGINT, prefetch_id TEXT, outcome TEXT)"
+            "CREATE TABLE events (id BIGINT, app INT, client BIGINT, day INT, seq BIGINT, t DOUBLE, session TEXT, path TEXT, "
+            "route TEXT, fp TEXT, model TEXT, source TEXT, latency_ms DOUBLE, bytes BIGINT, prefetch_id TEXT, outcome TEXT)"
         )
         if stored:
-            duck.executemany(f"INSERT INTO events VALUES ({', '.join('?' * 15)})", stored)
+            duck.executemany(f"INSERT INTO events VALUES ({', '.join('?' * 16)})", stored)
         assert set(duck.execute(text).fetchall()) == on_sqlite
