@@ -88,7 +88,7 @@ def test_a_day_that_brings_nothing_changes_nothing(store: Store, days: Days) -> 
 
 
 _seen = st.lists(
-    st.tuples(st.integers(0, 200), st.lists(st.sampled_from("abc"), min_size=1, max_size=5), st.booleans()),
+    st.tuples(st.integers(0, 20), st.lists(st.sampled_from("abc"), min_size=1, max_size=5), st.booleans()),
     max_size=8,
 )
 
