@@ -181,6 +181,14 @@ class Exchanges:
             self.leave(endpoint, error)
             raise
 
+    def list_models(self, endpoint: Endpoint, codec: ClientCodec, deadline: float) -> Flow[list[str]]:
+        """The names of an endpoint's models, from the protocol's index or what else the server has."""
+        response = yield Send(endpoint, codec.models(), deadline)
+        other = codec.models_otherwise(response)
+        if other is None:
+            return codec.decode_models(response)
+        return codec.decode_models_otherwise((yield Send(endpoint, other, deadline)))
+
     def leave(self, endpoint: Endpoint, error: BaseException | None, started: float | None = None) -> None:
         """Tell breaker, load and readiness how an exchange went; ``started`` (a clock's time): count how long it took."""
         now = self._clock()

@@ -610,7 +610,7 @@ class Engine:
             codec = yield from self.servers.codec(endpoint, call.deadline)
             model = call.model or self._default_model
             if not model:
-                names = codec.decode_models((yield Send(endpoint, codec.models(), call.deadline)))
+                names = yield from self.servers.list_models(endpoint, codec, call.deadline)
                 if len(names) != 1:
                     raise InvalidInputError(
                         f"the server has {len(names)} models: {listed(names)}; pass model=…"
@@ -626,7 +626,7 @@ class Engine:
 
         def exchange(endpoint: Endpoint) -> Flow[list[str]]:
             codec = yield from self.servers.codec(endpoint, call.deadline)
-            return codec.decode_models((yield Send(endpoint, codec.models(), call.deadline)))
+            return (yield from self.servers.list_models(endpoint, codec, call.deadline))
 
         return (yield from self.servers.with_retries(call, call.deadline, exchange, repeatable=True))
 

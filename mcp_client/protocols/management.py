@@ -30,7 +30,12 @@ def read_index(document: Any) -> list[IndexEntry]:
     ):
         raise ProtocolError('the repository index must be a list of {"name": "…", "state": "…"}')
     return [
-        IndexEntry(entry["name"], *(text_of(entry, key) for key in ("version", "state", "reason")))
+        IndexEntry(
+            entry["name"],
+            text_of(entry, "version"),
+            text_of(entry, "state").removeprefix("State."),  # MLServer's gRPC sends its enum's Python name
+            text_of(entry, "reason"),
+        )
         for entry in document
     ]
 

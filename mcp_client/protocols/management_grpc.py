@@ -77,6 +77,12 @@ class OipGrpcManagement:
             )
         return ready_names(self.decode_index(response))
 
+    def models_otherwise(self, response: WireResponse) -> None:
+        return None
+
+    def decode_models_otherwise(self, response: WireResponse) -> list[str]:
+        return self.decode_models(response)
+
     def index(self) -> WireRequest:
         return ask("RepositoryIndex", pb.RepositoryIndexRequest())
 

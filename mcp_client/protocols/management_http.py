@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from ..errors import InvalidInputError, NotOfferedError
+from ..errors import InvalidInputError, NotOfferedError, ProtocolError
 from ..management import IndexEntry, ModelConfig, ModelStatistics, ServerInfo
 from . import WireRequest, WireResponse
 from .http_common import name_in_path, server_error
@@ -71,6 +71,17 @@ class OipHttpManagement:
 
     def decode_models(self, response: WireResponse) -> list[str]:
         return ready_names(self.decode_index(response))
+
+    def models_otherwise(self, response: WireResponse) -> WireRequest | None:
+        """What to ask where ``models`` got this response; ``None``: nothing else. KServe has no index, but a list of names."""
+        return WireRequest("GET", "/v2/models") if response.status in (404, 405) else None
+
+    def decode_models_otherwise(self, response: WireResponse) -> list[str]:
+        require_offered(response, "repository index")
+        names = loads_object(response.body, "the list of models").get("models")
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise ProtocolError('the list of models must be {"models": ["…", …]}')
+        return list(dict.fromkeys(names))
 
     def index(self) -> WireRequest:
         return WireRequest("POST", "/v2/repository/index", _JSON, (b"{}",))

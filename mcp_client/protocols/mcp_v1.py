@@ -126,6 +126,12 @@ class McpV1Codec:
             raise ProtocolError('the list of models must be {"models": [{"id": "…"}, …]}')
         return list(dict.fromkeys(model["id"] for model in models))
 
+    def models_otherwise(self, response: WireResponse) -> None:
+        return None
+
+    def decode_models_otherwise(self, response: WireResponse) -> list[str]:
+        return self.decode_models(response)
+
     def ready(self) -> WireRequest:
         return WireRequest("GET", "/v1/health/ready")
 

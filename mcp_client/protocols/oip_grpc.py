@@ -114,7 +114,7 @@ class OipGrpcCodec(OipGrpcManagement):
         return ask("ModelMetadata", pb.ModelMetadataRequest(name=named(model), version=version))
 
     def decode_metadata(self, response: WireResponse) -> ModelMetadata:
-        """The protocol can't say that an input is optional, nor that a rank is free."""
+        """The protocol can't say that an input is optional, nor that a rank is free; ``mcp-server`` says it beside it."""
         require_success(response)
         told = parse(pb.ModelMetadataResponse, bytes(response.body), "the model's metadata")
         if not told.name:
@@ -287,7 +287,7 @@ def _read_tensors(
             assert read is not None
             arrays[name] = tensor_in_region(places[name], read, datatype, shape, what=what)
         elif raw:
-            if tensor.HasField("contents"):
+            if tensor.contents.ByteSize():  # MLServer sets it, empty
                 raise ProtocolError(f"{what} has both raw and typed contents")
             arrays[name] = from_raw(raw[number], datatype, shape, what=what)
         else:
@@ -356,8 +356,13 @@ def _read_specs(specs: Iterable[Any], what: str) -> tuple[TensorSpec, ...]:
     for spec in specs:
         if not spec.name or not spec.datatype:
             raise ProtocolError(f"an {what} of the model lacks its name or datatype")
-        found.append(TensorSpec(spec.name, spec.datatype, tuple(max(size, -1) for size in spec.shape)))
+        shape = None if _is_said(spec, "free_rank") else tuple(max(size, -1) for size in spec.shape)
+        found.append(TensorSpec(spec.name, spec.datatype, shape, optional=_is_said(spec, "optional")))
     return tuple(found)
+
+
+def _is_said(spec: Any, name: str) -> bool:
+    return name in spec.parameters and bool(spec.parameters[name].bool_param)
 
 
 # --- the server's side --------------------------------------------------------------------------------------
@@ -455,15 +460,21 @@ def in_stream(response: bytes) -> bytes:
 
 
 def format_metadata(metadata: ModelMetadata) -> bytes:
-    """The ``ModelMetadataResponse``. A free rank can't be said; it is written as one free axis."""
+    """The ``ModelMetadataResponse``. A free rank is written as one free axis, with a parameter for clients that know it."""
 
     def specs(source: Iterable[TensorSpec]) -> list[Any]:
-        return [
-            pb.ModelMetadataResponse.TensorMetadata(
-                name=spec.name, datatype=spec.datatype, shape=spec.shape if spec.shape is not None else (-1,)
+        found = []
+        for spec in source:
+            shape = spec.shape if spec.shape is not None else (-1,)
+            told = pb.ModelMetadataResponse.TensorMetadata(
+                name=spec.name, datatype=spec.datatype, shape=shape
             )
-            for spec in source
-        ]
+            if spec.shape is None:
+                write_parameters(told.parameters, {"free_rank": True})
+            if spec.optional:
+                write_parameters(told.parameters, {"optional": True})
+            found.append(told)
+        return found
 
     message = pb.ModelMetadataResponse(
         name=metadata.name,

@@ -10,7 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcp_client.errors import InvalidInputError, NotFoundError, ProtocolError, RequestRejectedError
+from mcp_client.errors import (
+    InvalidInputError,
+    NotFoundError,
+    NotOfferedError,
+    ProtocolError,
+    RequestRejectedError,
+)
 from mcp_client.management import IndexEntry
 from mcp_client.protocols import WireRequest, WireResponse, management_http, mcp_v1, oip_http
 from mcp_client.protocols.mcp_v1 import McpV1Codec
@@ -450,18 +456,40 @@ def test_another_apis_list_of_models_is_not_taken_for_ours() -> None:
         OipHttpCodec().decode_models(ok(b'{"models": []}'))
 
 
+def test_models_of_a_server_without_an_index_are_listed_by_kserves_route() -> None:
+    codec = OipHttpCodec()
+    other = codec.models_otherwise(WireResponse(404, {}, b'{"detail": "Not Found"}'))
+    assert other is not None
+    assert (other.method, other.path) == ("GET", "/v2/models")
+    assert codec.decode_models_otherwise(ok(b'{"models": ["a", "b"]}')) == ["a", "b"]
+    with pytest.raises(NotOfferedError):
+        codec.decode_models_otherwise(WireResponse(404, {}, b'{"detail": "Not Found"}'))
+    for body in (b"[]", b'{"models": [1]}', b'{"models": "a"}'):
+        with pytest.raises(ProtocolError):
+            codec.decode_models_otherwise(ok(body))
+    assert codec.models_otherwise(ok(b"[]")) is None
+    assert codec.models_otherwise(WireResponse(503, {}, b"")) is None
+
+
 @pytest.mark.parametrize(
     ("response", "offers"),
     [
         (ok(oip_http.format_server("mcp-server", "1")), True),
         (ok(b'{"name": "mlserver", "version": "1.6.0", "extensions": []}'), False),
         (ok(b'{"name": "x"}'), False),
+        (ok(b'{"name": "kserve", "version": "0.21.0", "extensions": ["model_repository_extension"]}'), True),
+        (ok(b'{"name": "kserve", "version": "0.14.0rc1", "extensions": []}'), True),
+        (ok(b'{"name": "kserve", "version": "0.13.1", "extensions": []}'), False),
+        (ok(b'{"name": "kserve", "version": null}'), False),
+        (ok(b'{"name": "kserve", "version": 1}'), False),
         (ok(b"not json"), False),
         (ok(b"[]"), False),
         (WireResponse(404, {}, b'{"extensions": ["binary_tensor_data"]}'), False),
     ],
 )
-def test_binary_data_is_offered_only_where_the_server_says_so(response: WireResponse, offers: bool) -> None:
+def test_binary_data_is_offered_where_the_server_says_so_and_by_kserve(
+    response: WireResponse, offers: bool
+) -> None:
     assert OipHttpCodec.offers_binary(response) is offers
 
 

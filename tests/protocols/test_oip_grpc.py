@@ -54,6 +54,15 @@ PARTLY = (
     "ModelSequenceBatching",
 )
 
+# Not Triton's: how MLServer's messages go on.
+BESIDE = {
+    "ModelMetadataResponse.TensorMetadata": {"parameters": [4, 11, True, ""]},
+    "ModelMetadataResponse.TensorMetadata.ParametersEntry": {
+        "key": [1, 9, False, ""],
+        "value": [2, 11, False, ""],
+    },
+}
+
 
 def test_names_numbers_and_types_are_those_of_the_protocol() -> None:
     """The table was taken from tritonclient 2.73's own descriptors."""
@@ -69,7 +78,7 @@ def test_names_numbers_and_types_are_those_of_the_protocol() -> None:
             ]
             for field in message.fields
         }
-        theirs = table[name]
+        theirs = {**table.get(name, {}), **BESIDE.get(name, {})}
         # Of a model's configuration we know what a client asks for; of the rest, all of it.
         assert ours == ({field: theirs[field] for field in ours} if name in PARTLY else theirs), name
         for nested in message.nested_types:
@@ -286,6 +295,39 @@ def test_a_streams_message_holds_an_answer_an_error_or_its_end() -> None:
     end = pb.ModelInferResponse(model_name="m")
     end.parameters["triton_final_response"].bool_param = True
     assert streamed(oip_grpc.in_stream(end.SerializeToString())) is None
+
+
+# --- what servers do that the protocol does not say -----------------------------------------------------------
+
+
+def test_states_of_mlservers_index_are_the_standards() -> None:
+    index = pb.RepositoryIndexResponse()
+    index.models.add(name="m", version="1", state="State.READY")
+    index.models.add(name="n", state="State.UNAVAILABLE")
+    response = WireResponse(200, {}, index.SerializeToString())
+    assert [entry.state for entry in CODEC.decode_index(response)] == ["READY", "UNAVAILABLE"]
+    assert CODEC.decode_models(response) == ["m"]
+
+
+def test_raw_contents_may_stand_beside_typed_ones_that_are_empty() -> None:
+    """MLServer sets them for every output."""
+    message = pb.ModelInferResponse(outputs=[output(contents=contents())], raw_output_contents=[bytes(8)])
+    assert message.outputs[0].HasField("contents")
+    answer = CODEC.decode_infer(WireResponse(200, {}, message.SerializeToString()), Request("m", {}))
+    assert answer.outputs["y"].tolist() == [0, 0]
+
+
+def test_free_ranks_and_optional_inputs_of_our_own_server_are_known() -> None:
+    inputs = (
+        TensorSpec("x", "FP32", None),
+        TensorSpec("z", "FP32", (-1,), optional=True),
+        TensorSpec("s", "FP32", ()),
+    )
+    metadata = ModelMetadata("m", inputs, (TensorSpec("y", "FP32", None),))
+    body = oip_grpc.format_metadata(metadata)
+    assert CODEC.decode_metadata(WireResponse(200, {}, body)).inputs == inputs
+    told = pb.ModelMetadataResponse.FromString(body)
+    assert list(told.inputs[0].shape) == [-1]  # for clients that know nothing of it
 
 
 # --- harm ---------------------------------------------------------------------------------------------------
