@@ -22,10 +22,10 @@ from .result import InferResult
 from .sharing import leave
 from .streaming import open_stream
 from .tensors import ModelMetadata
-from .transports.compression import AsyncCompressing, Compression
 
 if TYPE_CHECKING:
     from .edge.sync import SyncReport
+    from .transports.compression import AsyncCompressing
     from .transports.grpc import AsyncGrpcTransport
     from .transports.http import AsyncHttpTransport
 
@@ -43,7 +43,7 @@ class AsyncMCPClient(BaseClient):
         return set()
 
     def _transport(
-        self, url: str, *, compression: Compression | None = None, **options: Any
+        self, url: str, *, compression: str | None = None, **options: Any
     ) -> AsyncHttpTransport | AsyncGrpcTransport | AsyncCompressing:
         if url.startswith("grpc"):
             from .transports.grpc import AsyncGrpcTransport
@@ -52,7 +52,11 @@ class AsyncMCPClient(BaseClient):
         from .transports.http import AsyncHttpTransport  # late: an edge client needs no HTTP library
 
         transport = AsyncHttpTransport(url, **options)
-        return AsyncCompressing(transport, compression) if compression is not None else transport
+        if compression is None:
+            return transport
+        from .transports.compression import AsyncCompressing
+
+        return AsyncCompressing(transport, compression)
 
     async def infer(
         self,

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from blake3 import blake3
 
@@ -30,8 +30,6 @@ from .request import NO_PARAMETERS, Outputs, Parameter
 from .resilience.retry import RetryPolicy
 from .telemetry.observer import Notice, Observer
 from .tensors import read_only
-from .transports.compression import Compression
-from .transports.compression import check as check_compression
 from .transports.credential import Credential
 
 if TYPE_CHECKING:
@@ -65,7 +63,7 @@ class BaseClient(ABC):
         headers: Mapping[str, str] | None = None,
         http_client: Any = None,
         max_response_bytes: int = _MAX_RESPONSE_BYTES,
-        compression: Compression | None = None,
+        compression: Literal["gzip", "deflate"] | None = None,
         hooks: Callable[[Notice], None] | None = None,
         otel: bool = False,
     ) -> None:
@@ -87,7 +85,8 @@ class BaseClient(ABC):
         self._headers = dict(headers or {})
         self._tls = tls
         self._credential = Credential(api_key) if api_key else None
-        check_compression(compression)
+        if compression not in (None, "gzip", "deflate"):
+            raise ConfigurationError(f'compression is "gzip", "deflate" or None; got {compression!r}')
         asks = compression is not None and "accept-encoding" not in {name.lower() for name in self._headers}
         options = {
             "headers": {**self._headers, "Accept-Encoding": compression} if asks else self._headers,

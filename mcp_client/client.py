@@ -21,10 +21,10 @@ from .result import InferResult
 from .sharing import leave
 from .streaming import open_stream
 from .tensors import ModelMetadata
-from .transports.compression import Compressing, Compression
 
 if TYPE_CHECKING:
     from .edge.sync import SyncReport
+    from .transports.compression import Compressing
     from .transports.grpc import GrpcTransport
     from .transports.http import HttpTransport
 
@@ -52,7 +52,7 @@ class MCPClient(BaseClient):
     """
 
     def _transport(
-        self, url: str, *, compression: Compression | None = None, **options: Any
+        self, url: str, *, compression: str | None = None, **options: Any
     ) -> HttpTransport | GrpcTransport | Compressing:
         if url.startswith("grpc"):
             from .transports.grpc import GrpcTransport
@@ -61,7 +61,11 @@ class MCPClient(BaseClient):
         from .transports.http import HttpTransport  # late: an edge client needs no HTTP library
 
         transport = HttpTransport(url, **options)
-        return Compressing(transport, compression) if compression is not None else transport
+        if compression is None:
+            return transport
+        from .transports.compression import Compressing
+
+        return Compressing(transport, compression)
 
     def infer(
         self,

@@ -5,15 +5,12 @@ Off by default: zlib is slower than all but slow networks, and most tensors hard
 
 from __future__ import annotations
 
-import asyncio
 import zlib
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
-from ..errors import ConfigurationError
 from ..protocols import WireRequest, WireResponse
 
-Compression = Literal["gzip", "deflate"]
 ALGORITHMS = ("gzip", "deflate")
 # Smaller bodies fit into one packet anyway.
 _SMALLEST = 1024
@@ -21,11 +18,6 @@ _SMALLEST = 1024
 _IN_A_THREAD = 64 * 2**10
 _MOST_MEMBERS = 16
 _LEVEL = 1  # numbers hardly get smaller by a higher one
-
-
-def check(compression: str | None) -> None:
-    if compression is not None and compression not in ALGORITHMS:
-        raise ConfigurationError(f'compression is "gzip", "deflate" or None; got {compression!r}')
 
 
 def pack(body: bytes, algorithm: str) -> bytes:
@@ -103,6 +95,8 @@ class AsyncCompressing(_Around):
     async def send(self, wire: WireRequest, deadline: float) -> WireResponse:
         if _is_packed(wire):
             if sum(map(len, wire.body)) > _IN_A_THREAD:
+                import asyncio
+
                 wire = await asyncio.to_thread(_packed, wire, self._algorithm)
             else:
                 wire = _packed(wire, self._algorithm)
