@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from .classification import Class
 from .client import MCPClient, Session
-from .config import TLS, Cache, Prefetch, Retry, Telemetry
+from .config import TLS, Cache, Edge, Prefetch, Retry, Telemetry
 from .errors import (
     AuthenticationError,
     CircuitOpenError,
@@ -51,6 +51,7 @@ __all__ = [
     "ConnectionFailedError",
     "DeadlineExceededError",
     "Duration",
+    "Edge",
     "EdgeError",
     "IndexEntry",
     "InferResult",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 from . import operations
 from .aio_driver import arun
 from .base import BaseClient, BaseEdge, BaseSession
-from .effects import CacheOption, Call
+from .effects import CacheOption, Call, Flow
 from .errors import MCPError
 from .management import IndexEntry, ModelConfig, ModelStatistics, ServerInfo
 from .prefetch.prefetcher import Job
@@ -190,9 +190,9 @@ class AsyncMCPClient(BaseClient):
         await arun(operations.unload(self._engine, self._call((), model, timeout=timeout), dependents))
 
     @property
-    def edge(self) -> AsyncEdge:
+    def edge(self) -> AsyncEdgeFolder:
         """The models on this machine: ``await sync()``, ``models()``."""
-        return AsyncEdge(self)
+        return AsyncEdgeFolder(self)
 
     async def flush(self, timeout: float = 10.0) -> bool:
         """Send the telemetry recorded so far; whether the Profile API has it all."""
@@ -247,6 +247,15 @@ class AsyncMCPClient(BaseClient):
         # A task that is cancelled before it began runs no finally: the callback comes in any case.
         self._start(self._renew(call)).add_done_callback(lambda _: self._renewing.discard(call.key))
 
+    def _spawn(self, flow: Callable[[], Flow[None]]) -> None:
+        self._start(self._beside(flow))
+
+    async def _beside(self, flow: Callable[[], Flow[None]]) -> None:
+        try:
+            await arun(flow())
+        except Exception as error:
+            log.debug("work in the background failed: %s", error)
+
     async def _renew(self, call: Call) -> None:
         try:
             await arun(self._engine.infer(call))
@@ -275,11 +284,11 @@ class AsyncSession(BaseSession):
         return await client.infer(inputs, session=self.id, path=self._step(path), **options)
 
 
-class AsyncEdge(BaseEdge):
+class AsyncEdgeFolder(BaseEdge):
     """The same for asyncio."""
 
     async def sync(
         self, models: Sequence[str] | None = None, *, progress: Callable[..., None] | None = None
     ) -> SyncReport:
-        """As ``Edge.sync``."""
+        """As ``EdgeFolder.sync``."""
         return await asyncio.to_thread(self._sync, models, progress)

@@ -8,9 +8,25 @@ import time
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from .drivers import addresses, check, good, unknown_host, wait_too_long, winner
-from .effects import Close, Effect, Flight, Flow, Landing, Race, Raced, Resolve, Run, Send, Sleep, Wait
+from .drivers import addresses, both_failed, check, good, nobody_in_time, unknown_host, wait_too_long, winner
+from .effects import (
+    Close,
+    Contest,
+    Contested,
+    Effect,
+    Flight,
+    Flow,
+    Landing,
+    Race,
+    Raced,
+    Resolve,
+    Run,
+    Send,
+    Sleep,
+    Wait,
+)
 from .errors import DeadlineExceededError
+from .resilience.hedge import Cancellation
 
 T = TypeVar("T")
 
@@ -43,6 +59,9 @@ async def _aperform(effect: Effect) -> Any:
                     return await asyncio.to_thread(effect.work)
             except TimeoutError:
                 raise DeadlineExceededError("the local model did not answer before the deadline") from None
+            finally:  # a thread can't be cancelled: what it runs is told to stop, if it still does
+                if effect.halt is not None:
+                    effect.halt.cancel()
         case Sleep():
             await asyncio.sleep(effect.seconds)
             return None
@@ -60,6 +79,8 @@ async def _aperform(effect: Effect) -> Any:
             return None
         case Race():
             return await _arace(effect)
+        case Contest():
+            return await _acontest(effect)
 
 
 async def _landing(flight: Flight, deadline: float) -> Landing:
@@ -104,3 +125,28 @@ async def _arace(race: Race) -> Raced:
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
+
+
+async def _acontest(contest: Contest) -> Contested:
+    halt = Cancellation()
+    flow = asyncio.ensure_future(arun(contest.flow))
+    work = asyncio.ensure_future(asyncio.to_thread(contest.work, halt))
+    try:
+        pending: set[asyncio.Future[Any]] = {flow, work}
+        while pending:
+            left = max(0.0, contest.deadline - time.monotonic())
+            done, pending = await asyncio.wait(pending, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                raise nobody_in_time()
+            for task in (flow, work):  # the server's answer first, where both are there
+                if task in done and task.exception() is None:
+                    return Contested(task.result(), "flow" if task is flow else "work")
+        server, edge = flow.exception(), work.exception()
+        assert server is not None
+        assert edge is not None
+        raise both_failed(server, edge)
+    finally:
+        halt.cancel()
+        flow.cancel()
+        work.cancel()
+        await asyncio.gather(flow, work, return_exceptions=True)

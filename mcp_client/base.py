@@ -19,8 +19,8 @@ from . import call_options
 from .cache.memory import CacheStats, MemoryCache
 from .cache.tiers import TieredCache, open_cache
 from .cache.ttl import TTLPolicy
-from .config import TLS, Cache, Prefetch, Retry, Telemetry
-from .effects import CacheOption, Call, Endpoint, ProtocolName
+from .config import TLS, Cache, Edge, Prefetch, Retry, Telemetry
+from .effects import CacheOption, Call, Endpoint, Flow, ProtocolName
 from .endpoints import Endpoints, Site
 from .errors import ClientClosedError, ConfigurationError, InvalidInputError
 from .flow import Engine, fingerprint_of
@@ -57,7 +57,7 @@ class BaseClient(ABC):
         cache: Cache | None = Cache(),
         prefetch: Prefetch | None = Prefetch(),
         telemetry: str | Telemetry | None = None,
-        edge: str | os.PathLike[str] | None = None,
+        edge: str | os.PathLike[str] | Edge | None = None,
         api_key: str | os.PathLike[str] | Callable[[], str] | None = None,
         tls: TLS | None = None,
         headers: Mapping[str, str] | None = None,
@@ -79,9 +79,9 @@ class BaseClient(ABC):
         if edge_only:
             if len(urls) > 1:
                 raise ConfigurationError("'edge:' means no server at all; use edge='models/' beside URLs")
-            edge = urls[0].removeprefix("edge:") or edge
-            if not edge:
-                raise ConfigurationError("'edge:' needs the folder of the models: MCPClient('edge:models/')")
+            folder = urls[0].removeprefix("edge:")
+            if folder:
+                edge = replace(edge, folder=folder) if isinstance(edge, Edge) else folder
         self._headers = dict(headers or {})
         self._tls = tls
         self._credential = Credential(api_key) if api_key else None
@@ -97,7 +97,12 @@ class BaseClient(ABC):
             "client": http_client,
         }
         sites = [self._site(each, protocol, options) for each in ([] if edge_only else dict.fromkeys(urls))]
-        self._edge = _edge_runtime(edge) if edge is not None else None
+        settings = edge if isinstance(edge, Edge) else Edge(edge or "")
+        if (edge is not None or edge_only) and not os.fspath(settings.folder):
+            raise ConfigurationError(
+                "the edge needs the folder of its models: 'edge:models/', edge='models/'"
+            )
+        self._edge = _edge_runtime(settings) if edge is not None else None
         config = Telemetry(telemetry) if isinstance(telemetry, str) else telemetry
         self._telemetry: TelemetryPipe | None = None
         fetch_profile: FetchProfile | None = None
@@ -123,6 +128,8 @@ class BaseClient(ABC):
             events=self._telemetry,
             observer=_observer(hooks, otel),
             edge=self._edge,
+            edge_settings=settings,
+            spawn=self._spawn,
             default_model=model or "",
         )
         _clients.add(self)
@@ -211,6 +218,8 @@ class BaseClient(ABC):
             stats["cache"] = cache
         if self._prefetcher is not None:
             stats["prefetch"] = self._prefetcher.stats()
+        if self._engine.local is not None:
+            stats["edge"] = self._engine.local.stats()
         if self._telemetry is not None:
             stats["telemetry"] = self._telemetry.stats()
         return stats
@@ -234,6 +243,10 @@ class BaseClient(ABC):
 
     @abstractmethod
     def _in_background(self, call: Call) -> None: ...
+
+    @abstractmethod
+    def _spawn(self, flow: Callable[[], Flow[None]]) -> None:
+        """Run a flow beside the calls; whatever becomes of it is its own affair."""
 
     def _refresh(self, call: Call) -> None:
         """Renew a stale entry for nobody in particular, a few at once; one that finds no room waits for the next hit.
@@ -357,6 +370,7 @@ class BaseClient(ABC):
         """Every lock that another thread may hold while this one forks."""
         locks = [self._engine._lock, *self._engine.servers.locks()]
         locks += [self._cache._lock] if self._cache is not None else []
+        locks += self._engine.local.locks() if self._engine.local is not None else []
         locks += self._prefetcher.locks() if self._prefetcher is not None else []
         return locks
 
@@ -364,6 +378,8 @@ class BaseClient(ABC):
         self._renewing = set()
         self._engine.reset()
         self._engine.endpoints.reset()
+        if self._engine.local is not None:
+            self._engine.local.reset()
         if self._prefetcher is not None:
             self._prefetcher.reset()
 
@@ -464,10 +480,14 @@ def _profile_api(config: Telemetry) -> tuple[TelemetryPipe, FetchProfile]:
     return TelemetryPipe(config), ProfileAPI(config.url, config.api_key).profile
 
 
-def _edge_runtime(folder: str | os.PathLike[str]) -> EdgeRuntime:
+def _edge_runtime(settings: Edge) -> EdgeRuntime:
     from .edge.runtime import EdgeRuntime
 
-    return EdgeRuntime(Path(folder))
+    return EdgeRuntime(
+        Path(settings.folder),
+        device=settings.device,
+        threads=settings.threads,
+    )
 
 
 def _seconds(name: str, value: float) -> float:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 from . import operations
 from .base import BaseClient, BaseEdge, BaseSession
 from .drivers import run
-from .effects import CacheOption, Call
+from .effects import CacheOption, Call, Flow
 from .errors import MCPError
 from .management import IndexEntry, ModelConfig, ModelStatistics, ServerInfo
 from .prefetch.prefetcher import Job
@@ -43,7 +43,8 @@ class MCPClient(BaseClient):
     ``protocol``: ``auto`` finds out on first use whether the server speaks MCP's ``/v1/infer`` or the Open Inference
     Protocol. ``model``: the default model. ``timeout``: seconds for a whole call, retries included. ``cache=None`` sends
     every call to the server. ``telemetry``: the URL of a Profile API; events go there and the learned profile comes from
-    there; ``None`` sends nothing. ``edge``: a folder of ONNX models to fall back to when no server answers in time.
+    there; ``None`` sends nothing. ``edge``: a folder of ONNX models to fall back to when no server answers in time,
+    or ``Edge(…)`` with another policy.
     ``api_key``: a bearer token; a ``Path`` is read again when the file changes, a function is called again after a 401. ``tls``:
     how servers are trusted and what this client shows them. ``hooks`` gets a ``Notice`` when a request starts and ends; ``otel``:
     OpenTelemetry spans and durations (extra ``otel``).
@@ -219,9 +220,9 @@ class MCPClient(BaseClient):
         run(operations.unload(self._engine, self._call((), model, timeout=timeout), dependents))
 
     @property
-    def edge(self) -> Edge:
+    def edge(self) -> EdgeFolder:
         """The models on this machine: ``sync()``, ``models()``."""
-        return Edge(self)
+        return EdgeFolder(self)
 
     def flush(self, timeout: float = 10.0) -> bool:
         """Send the telemetry recorded so far; whether the Profile API has it all."""
@@ -269,6 +270,15 @@ class MCPClient(BaseClient):
             self._renewing.discard(call.key)
             log.debug("a stale entry could not be renewed: %s", error)
 
+    def _spawn(self, flow: Callable[[], Flow[None]]) -> None:
+        def work() -> None:
+            try:
+                run(flow())
+            except Exception as error:
+                log.debug("work in the background failed: %s", error)
+
+        threading.Thread(target=work, name="mcp-background", daemon=True).start()
+
     def _run_job(self, job: Job) -> None:
         assert self._prefetcher is not None
         error: MCPError | None = None
@@ -290,7 +300,7 @@ class Session(BaseSession):
         return cast(MCPClient, self._client).infer(inputs, session=self.id, path=self._step(path), **options)
 
 
-class Edge(BaseEdge):
+class EdgeFolder(BaseEdge):
     """The models on this machine, and how they get there."""
 
     def sync(

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from .cache.ttl import TTLPolicy
 
 
+EdgePolicy = Literal["fallback", "prefer", "race", "only"]
+
+
 @dataclass(frozen=True, slots=True)
 class Cache:
     """The L4 cache: memory, and behind it, if you name them, a folder on disk and a store that a fleet shares.
@@ -120,6 +123,39 @@ class Retry:
 
     def __post_init__(self) -> None:
         _positive(self, "attempts")
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """ONNX models on this machine (extra ``edge``), and when they answer. A plain folder is ``Edge(folder)``.
+
+    ``policy``: ``fallback`` asks a server, and the edge where none answers in time; ``prefer`` runs the model here, and asks a
+    server where that can't be done (no such model, a failure, measured to be too slow for the deadline); ``race`` does both at
+    once, the first answer counts and the other is called off; ``only`` never asks a server. ``models``: those of single models.
+
+    ``agreement``: the share of answers that are computed both ways, in the background, to compare them: a hook gets a ``Notice``
+    of kind ``agreement``, ``stats()`` counts, and a difference above ``tolerance`` (of the largest value of an output; 0.01 at
+    least for 16-bit floats) is a warning in the log.
+
+    ``device``: ``cpu``, ``cuda:0``, … or ``auto``, the best that is there. ``threads``: for one call (default: the cores that
+    this process may use).
+    """
+
+    folder: str | os.PathLike[str] = ""
+    policy: EdgePolicy = "fallback"
+    models: Mapping[str, EdgePolicy] = field(default_factory=dict)
+    agreement: float = 0.0
+    tolerance: float = 1e-3
+    device: str = "cpu"
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        for policy in (self.policy, *self.models.values()):
+            if policy not in ("fallback", "prefer", "race", "only"):
+                raise ConfigurationError(f"an edge policy is fallback, prefer, race or only; got {policy!r}")
+        if not 0 <= self.agreement <= 1:
+            raise ConfigurationError(f"Edge(agreement=…) is a share between 0 and 1; got {self.agreement!r}")
+        _positive(self, "tolerance", *(("threads",) if self.threads is not None else ()))
 
 
 @dataclass(frozen=True, slots=True)

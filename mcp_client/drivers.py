@@ -5,21 +5,22 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from collections.abc import Callable
 from queue import Empty, SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
-from .effects import Close, Effect, Flow, Race, Raced, Resolve, Run, Send, Sleep, Wait
+from .effects import Close, Contest, Contested, Effect, Flow, Race, Raced, Resolve, Run, Send, Sleep, Wait
 from .errors import ConnectionFailedError, DeadlineExceededError
-from .resilience.hedge import Cancellation, cancelling
+from .resilience.hedge import CalledOffError, Cancellation, cancelling
 
 T = TypeVar("T")
 
 
-def run(flow: Flow[T]) -> T:
+def run(flow: Flow[T], calling_off: Cancellation | None = None) -> T:
     """Run a flow to its end in this thread.
 
     Whatever interrupts an effect, a Ctrl-C included, is thrown into the flow at the point where it waits, so that its
-    ``finally`` clauses put things right.
+    ``finally`` clauses put things right. ``calling_off``: what may break off its effects from another thread.
     """
     try:
         effect = next(flow)
@@ -27,7 +28,8 @@ def run(flow: Flow[T]) -> T:
             try:
                 outcome = _perform(effect)
             except BaseException as error:
-                effect = flow.throw(error)
+                called_off = calling_off is not None and calling_off.cancelled
+                effect = flow.throw(CalledOffError() if called_off else error)
             else:
                 effect = flow.send(outcome)
     except StopIteration as end:
@@ -47,7 +49,7 @@ def _perform(effect: Effect) -> Any:
             check(effect.deadline)
             return effect.work()
         case Sleep():
-            time.sleep(effect.seconds)
+            _sleep(effect.seconds)
             return None
         case Resolve():
             try:
@@ -59,6 +61,19 @@ def _perform(effect: Effect) -> Any:
             return None
         case Race():
             return _race(effect)
+        case Contest():
+            return _contest(effect)
+
+
+def _sleep(seconds: float) -> None:
+    cancellation = cancelling.get()
+    if cancellation is None:
+        time.sleep(seconds)
+        return
+    called_off = threading.Event()
+    cancellation.attach(called_off.set)
+    if called_off.wait(seconds):
+        raise CalledOffError
 
 
 def check(deadline: float) -> None:
@@ -91,6 +106,9 @@ def _race(race: Race) -> Raced:
         return cancellation
 
     running = [start(race.first)]
+    outer = cancelling.get()
+    if outer is not None:  # the race is itself one side of a contest
+        outer.attach(lambda: _cancel_all(running))
     outcomes: list[tuple[Send, Any]] = []
     try:
         try:
@@ -104,8 +122,56 @@ def _race(race: Race) -> Raced:
             outcomes.append(ended.get())
         return winner(race, outcomes)
     finally:
-        for cancellation in running:
-            cancellation.cancel()
+        _cancel_all(running)
+
+
+def _cancel_all(cancellations: list[Cancellation]) -> None:
+    for cancellation in cancellations:
+        cancellation.cancel()
+
+
+def _contest(contest: Contest) -> Contested:
+    """Each side in a thread of its own: the local model can be called off only between two nodes, and nobody waits for that."""
+    ended: SimpleQueue[tuple[Literal["flow", "work"], bool, Any]] = SimpleQueue()
+
+    def start(side: Literal["flow", "work"], compete: Callable[[Cancellation], Any]) -> Cancellation:
+        cancellation = Cancellation()
+
+        def work() -> None:
+            cancelling.set(cancellation)
+            try:
+                ended.put((side, True, compete(cancellation)))
+            except BaseException as error:
+                ended.put((side, False, error))
+
+        threading.Thread(target=work, name=f"mcp-contest-{side}", daemon=True).start()
+        return cancellation
+
+    sides: list[Cancellation] = []
+    try:
+        sides.append(start("work", contest.work))
+        sides.append(start("flow", lambda cancellation: run(contest.flow, cancellation)))
+        errors: dict[str, BaseException] = {}
+        while len(errors) < len(sides):
+            try:
+                side, won, outcome = ended.get(timeout=max(0.0, contest.deadline - time.monotonic()))
+            except Empty:
+                raise nobody_in_time() from None
+            if won:
+                return Contested(outcome, side)
+            errors[side] = outcome
+        raise both_failed(errors["flow"], errors["work"])
+    finally:
+        _cancel_all(sides)
+
+
+def nobody_in_time() -> DeadlineExceededError:
+    return DeadlineExceededError("neither a server nor the local model answered before the deadline")
+
+
+def both_failed(server: BaseException, edge: BaseException) -> BaseException:
+    server.add_note(f"The edge could not answer either: {edge}")
+    return server
 
 
 def good(outcome: Any) -> bool:

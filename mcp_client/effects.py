@@ -14,6 +14,7 @@ from .prefetch.prefetcher import Job
 from .protocols import ClientCodec, WireRequest, WireResponse
 from .request import NO_CLASSES, NO_HEADERS, Parameter, Purpose, Request
 from .resilience.breaker import CircuitBreaker
+from .resilience.hedge import Cancellation
 from .resilience.load import Load
 from .tensors import Array
 
@@ -49,10 +50,14 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Run a function that computes or reads files on this machine; the outcome is what it returns."""
+    """Run a function that computes or reads files on this machine; the outcome is what it returns.
+
+    ``halt`` is cancelled where nobody waits for it any longer.
+    """
 
     work: Callable[[], Any]
     deadline: float
+    halt: Cancellation | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +94,25 @@ class Raced:
     by: Send
 
 
-Effect = Send | Sleep | Wait | Run | Resolve | Close | Race
+@dataclass(frozen=True, slots=True)
+class Contest:
+    """Run a flow and a function of this machine at once; the first to succeed counts, the other is called off.
+
+    The outcome is a ``Contested``. Where both fail, the flow's error is raised with a note of the other one's.
+    """
+
+    flow: Flow[Any]
+    work: Callable[[Cancellation], Any]
+    deadline: float
+
+
+@dataclass(frozen=True, slots=True)
+class Contested:
+    value: Any
+    by: Literal["flow", "work"]
+
+
+Effect = Contest | Send | Sleep | Wait | Run | Resolve | Close | Race
 Flow = Generator[Effect, Any, T]
 
 

@@ -4,7 +4,7 @@ Everything that waits is a generator that yields what it needs done (an *effect*
 does it, with threads or with asyncio. The generator never blocks, sleeps or opens anything itself, as httpx's ``auth_flow``.
 
 A reader's map, top to bottom: ``Engine.infer`` → ``hit`` → ``_shared`` (single flight) → ``_fetch`` → ``_ask_server``
-or the edge → ``_store`` → ``_finish``.
+or the edge (``local.py``) → ``_store`` → ``_finish``.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 from .cache import descriptions
@@ -24,22 +25,19 @@ from .cache.fingerprint import extended, fingerprint
 from .cache.freshness import Freshness
 from .cache.memory import Entry, MemoryCache
 from .cache.tiers import TieredCache
-from .config import Cache
+from .config import Cache, Edge
 from .effects import Call, Endpoint, Flight, Flow, Landing, Run, Send, Sleep, Wait
 from .endpoints import Endpoints
 from .errors import (
-    ConnectionFailedError,
-    DeadlineExceededError,
     EdgeError,
     InvalidInputError,
     MCPError,
     NotFoundError,
-    OverloadedError,
     RequestRejectedError,
-    ServerError,
     listed,
 )
 from .exchanges import Exchanges
+from .local import EdgeModels, Local, Spawn, no_server_answered
 from .prefetch.prefetcher import Prefetcher
 from .protocols import ClientCodec
 from .request import NO_CLASSES, NO_HEADERS, Request
@@ -50,13 +48,6 @@ from .tensors import ModelMetadata, as_inputs, nbytes_of
 
 log = logging.getLogger("mcp_client")
 T = TypeVar("T")
-
-
-class EdgeModels(Protocol):
-    """What the flow needs of ``edge.runtime.EdgeRuntime``."""
-
-    def metadata(self, model: str = "", version: str = "") -> ModelMetadata: ...
-    def run(self, request: Request) -> Answer: ...
 
 
 class EventSink(Protocol):
@@ -92,9 +83,6 @@ class Engine:
     operations are atomic; everything else guards itself. No lock is ever held across an effect.
     """
 
-    # Without a measurement of the edge model yet: time kept back for it when the server is slow.
-    _EDGE_RESERVE_S = 0.5
-
     def __init__(
         self,
         *,
@@ -107,6 +95,8 @@ class Engine:
         events: EventSink | None,
         observer: Observer | None,
         edge: EdgeModels | None,
+        edge_settings: Edge,
+        spawn: Spawn,
         default_model: str,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -116,7 +106,6 @@ class Engine:
         self.prefetcher = prefetcher
         self.events = events
         self.observer = observer
-        self.edge = edge
         self.clock = clock
         self.freshness = Freshness(settings)
         self._settings = settings
@@ -128,7 +117,11 @@ class Engine:
         self._missing: dict[
             tuple[str, str], tuple[float, NotFoundError]
         ] = {}  # until when "no such model" is believed
-        self._edge_s = self._EDGE_RESERVE_S
+        self.local: Local | None = None
+        if edge is not None:
+            self.local = Local(
+                edge, edge_settings, self.servers, spawn=spawn, compared=self._compared, clock=clock
+            )
         self._sources: dict[str, int] = dict.fromkeys((*Source.__args__, "error"), 0)  # type: ignore[attr-defined]
         self.reset()
 
@@ -159,10 +152,14 @@ class Engine:
         observer.ended(self._notice(call, "response", result.source), span)
         return result
 
+    def _compared(self, call: Call, source: Source, found: float) -> None:
+        if self.observer is not None:
+            self.observer.compared(replace(self._notice(call, "agreement", source), difference=found))
+
     def _notice(
         self,
         call: Call,
-        kind: Literal["request", "response", "error"],
+        kind: Literal["request", "response", "error", "agreement"],
         source: str = "",
         error: BaseException | None = None,
     ) -> Notice:
@@ -299,11 +296,11 @@ class Engine:
             try:
                 answer, source = yield from self._fetch(call)
             except MCPError as error:
-                if call.stale is None or not _no_server_answered(error):
+                if call.stale is None or not no_server_answered(error):
                     raise
                 return Found(call.stale.answer, "stale", self.clock() - call.stale.stored_at)
             fresh = self._store(call, answer, source)
-            if tiers is not None and fresh is not None:
+            if tiers is not None and fresh is not None and (source == "server" or not self.endpoints):
                 # No deadline: the tiers bound their own time, and an answer that came is not lost to keeping it.
                 yield Run(lambda: tiers.keep(call.key, fresh, self.clock()), math.inf)
             return Found(answer, source)
@@ -355,41 +352,35 @@ class Engine:
             yield Sleep(self._LOOK_AGAIN_S)
 
     def _fetch(self, call: Call) -> Flow[tuple[Answer, Source]]:
-        """Ask a server; where none can answer in time, run the model here."""
-        may_fall_back = (
-            self.edge is not None and call.fallback and call.purpose == "demand" and call.cacheable
-        )
-        server_error: MCPError | None = None
-        if self.endpoints:
-            deadline = call.deadline
-            if may_fall_back:  # keep back the time that the edge needs, never more than half
-                whole = call.deadline - call.started
-                deadline -= min(whole / 2, 2 * self._edge_s)
-            if self.prefetcher is not None and call.purpose == "demand":
-                self.prefetcher.demand_started()
-            try:
-                return (yield from self._ask_server(call, deadline)), "server"
-            except MCPError as error:
-                if self.prefetcher is not None and _no_server_answered(error):
-                    self.prefetcher.overloaded(error)
-                if not (may_fall_back and _no_server_answered(error)):
-                    raise
-                server_error = error
-            finally:
-                if self.prefetcher is not None and call.purpose == "demand":
-                    self.prefetcher.demand_finished()
-        edge = self.edge
-        assert edge is not None
-        started = self.clock()
+        """Ask a server, or run the model here: ``local.py`` says which, where there is an edge."""
+        local = self.local
+        if local is None or not local.takes_part(call):
+            return (yield from self._demand_server(call, call.deadline)), "server"
         try:
-            answer: Answer = yield Run(lambda: edge.run(call.request()), call.deadline)
-        except (EdgeError, DeadlineExceededError) as error:
-            if server_error is None:
-                raise
-            server_error.add_note(f"The edge could not answer either: {error}")
-            raise server_error from error
-        self._edge_s = 0.8 * self._edge_s + 0.2 * (self.clock() - started)
-        return answer, "edge"
+            answer, source = yield from local.answer(call, self._demand_server)
+        except InvalidInputError:  # the model on this machine may have changed since it was described
+            self._metadata.pop((call.model, call.version), None)
+            raise
+        if source == "edge" and local.stays(call) and self._notice_change(call, answer, "edge"):
+            yield from self._forget_answers(answer.model)
+        return answer, source
+
+    def _demand_server(self, call: Call, deadline: float) -> Flow[Answer]:
+        """Ask a server; prefetches make room meanwhile, and stop where it does not answer."""
+        prefetcher = self.prefetcher
+        if prefetcher is None:
+            return (yield from self._ask_server(call, deadline))
+        if call.purpose == "demand":
+            prefetcher.demand_started()
+        try:
+            return (yield from self._ask_server(call, deadline))
+        except MCPError as error:
+            if no_server_answered(error):
+                prefetcher.overloaded(error)
+            raise
+        finally:
+            if call.purpose == "demand":
+                prefetcher.demand_finished()
 
     def _ask_server(self, call: Call, deadline: float) -> Flow[Answer]:
         metadata = self._metadata.get((call.model, call.version))
@@ -400,16 +391,21 @@ class Engine:
             # The model may have changed since it was described: ask again next time.
             self._metadata.pop((call.model, call.version), None)
             raise
-        if self._notice_change(call, answer) and (cache := self.cache) is not None:
-            yield Run(lambda: cache.invalidate(model=answer.model), math.inf)
+        if self._notice_change(call, answer):
+            yield from self._forget_answers(answer.model)
         return answer
+
+    def _forget_answers(self, model: str) -> Flow[None]:
+        cache = self.cache
+        if cache is not None:
+            yield Run(lambda: cache.invalidate(model=model), math.inf)
 
     def _store(self, call: Call, answer: Answer, source: Source) -> Entry | None:
         """Keep an answer in memory, as long as ``cache/freshness.py`` says; returns what was kept.
 
         An edge answer given for a server that was away is not kept: it may differ in the last digits.
         """
-        if source == "edge" and self.endpoints:
+        if source == "edge" and self.local is not None and not self.local.stays(call):
             return None
         call_ttl_s = call.cache if type(call.cache) is float else None
         entry = self.freshness.entry(
@@ -492,16 +488,18 @@ class Engine:
                 outcome,
             )
 
-    def _notice_change(self, call: Call, answer: Answer) -> bool:
-        """Whether the model was replaced on the server: then its cached answers and its description are of another one."""
+    def _notice_change(self, call: Call, answer: Answer, where: Literal["server", "edge"] = "server") -> bool:
+        """Whether the model was replaced there: then its cached answers and its description are of another one."""
         identity = answer.digest or answer.version
         if not identity:
             return False
-        known = self._digests.get((answer.model, call.version))
-        self._digests[(answer.model, call.version)] = identity
+        # Server and edge may have different files of one model, an optimised one here; each is compared with itself.
+        name = answer.model, call.version if where == "server" else f"{call.version}@edge"
+        known = self._digests.get(name)
+        self._digests[name] = identity
         if known is None or not _differ(known, identity):
             return False
-        log.info("model %s changed on the server (%s → %s)", answer.model, known, identity)
+        log.info("model %s changed on the %s (%s → %s)", answer.model, where, known, identity)
         for named in [
             name for name, metadata in tuple(self._metadata.items()) if metadata.name == answer.model
         ]:
@@ -538,7 +536,7 @@ class Engine:
     # --- what a server is and what it serves ---
 
     def describe(self, call: Call) -> Flow[ModelMetadata]:
-        """The model's inputs and outputs: known, else from the server, else, with no server in reach, from the edge."""
+        """The model's inputs and outputs: known, else from the server or the edge, whichever the edge's policy puts first."""
         name = (call.model, call.version)
         metadata = self._metadata.get(name)
         if metadata is not None:
@@ -546,37 +544,44 @@ class Engine:
         missing = self._missing.get(name)
         if missing is not None and self.clock() < missing[0]:
             raise copy.copy(missing[1])
-        if self.endpoints:
-            try:
-                metadata, _ = yield from self._shared(("metadata", *name), call, self._ask_metadata)
-                self._metadata[name] = metadata
-                if metadata.digest:
-                    self._digests.setdefault((metadata.name, call.version), metadata.digest)
-                yield from self._file_description(call, metadata)
-                return metadata
-            except MCPError as error:
-                if isinstance(error, NotFoundError):
-                    self._believe_missing(name, error)
-                if _no_server_answered(error):
-                    filed = yield from self._filed_description(call)
-                    if filed is not None:
-                        return filed
-                if self.edge is None or not call.fallback or not _no_server_answered(error):
-                    raise
-                server_error = error
-        edge = self.edge
-        assert edge is not None
-        model = call.model or self._default_model
+        model, local = call.model or self._default_model, self.local
+        if local is not None:
+            described = yield from local.describes(call, model)
+            if described is not None:
+                if local.policy(model) != "fallback" or not self.endpoints:
+                    self._metadata[name] = described
+                return described
+        asking = call
+        if local is not None:
+            asking = replace(call, deadline=(yield from local.described_until(call, model)))
         try:
-            described: ModelMetadata = yield Run(lambda: edge.metadata(model, call.version), call.deadline)
-        except EdgeError as error:
-            if not self.endpoints:
+            metadata, _ = yield from self._shared(("metadata", *name), asking, self._ask_metadata)
+            self._metadata[name] = metadata
+            if metadata.digest:
+                self._digests.setdefault((metadata.name, call.version), metadata.digest)
+            yield from self._file_description(call, metadata)
+            return metadata
+        except MCPError as error:
+            if isinstance(error, NotFoundError):
+                self._believe_missing(name, error)
+            if no_server_answered(error):
+                filed = yield from self._filed_description(call)
+                if filed is not None:
+                    return filed
+            if local is None or not call.fallback or not no_server_answered(error):
                 raise
+            local.undescribed(error)
+            server_error = error
+        finally:
+            call.endpoint, call.attempts = asking.endpoint, asking.attempts
+        try:
+            stand_in: ModelMetadata = yield Run(
+                lambda: local.models.metadata(model, call.version), call.deadline
+            )
+        except EdgeError as error:
             server_error.add_note(f"The edge could not answer either: {error}")
             raise server_error from error
-        if not self.endpoints:
-            self._metadata[name] = described
-        return described
+        return stand_in
 
     def _file_description(self, call: Call, metadata: ModelMetadata) -> Flow[None]:
         """Keep what a server said of a model behind memory, for a process that starts while it is away."""
@@ -710,10 +715,3 @@ def _handed_out_until(call: Call, entry: Entry) -> float:
 def _differ(known: str, identity: str) -> bool:
     """Whether two names of a model's state are of different ones: a digest and a version can't be compared."""
     return known != identity and known.startswith("sha256:") == identity.startswith("sha256:")
-
-
-def _no_server_answered(error: MCPError) -> bool:
-    """Whether an error means that no server could answer in time, as opposed to one that answered no."""
-    if isinstance(error, (ConnectionFailedError, DeadlineExceededError, OverloadedError)):
-        return True
-    return isinstance(error, ServerError) and error.status >= 500

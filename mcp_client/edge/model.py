@@ -5,7 +5,9 @@ alike.
 from __future__ import annotations
 
 import ctypes
+import math
 import os
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +17,7 @@ import numpy as np
 
 from ..errors import (
     ConfigurationError,
+    DeadlineExceededError,
     EdgeError,
     IntegrityError,
     InvalidInputError,
@@ -22,9 +25,10 @@ from ..errors import (
     listed,
 )
 from ..tensors import Array, ModelMetadata, TensorSpec, datatype_of, dtype_of
-from .device import usable_cores
+from .device import device_hint, usable_cores
 from .files import Stamp, file_digest, file_stamp
 from .labels import Labels
+from .limits import Halt, watchdog
 from .onnx_file import ranks_known
 from .optimised import OptimisedGraphs
 
@@ -60,11 +64,12 @@ _ONNX_BFLOAT16 = 16  # TensorProto.DataType
 class OnnxModel:
     """An ONNX file run by ONNX Runtime; safe to share between threads, and usable in a forked child.
 
-    ``device``: ``cpu``, or one with its number: ``cuda:0``. ``threads``: for one call (default: the physical
-    cores this process may use). ``digest``: ``sha256:…`` of the file if the caller has just checked it, so
-    that it is not read twice. ``cache_dir``: where its optimised graph is kept for the next start (default:
-    nowhere). Raises ``MissingExtraError`` without onnxruntime, ``EdgeError`` if the file is no model that
-    tensors can be passed to, ``ConfigurationError`` for a device that is not there.
+    ``device``: ``cpu``, one with its number (``cuda:0``), or ``auto`` (as ``device_hint`` says). ``threads``:
+    for one call (default: the physical cores this process may use). ``digest``: ``sha256:…`` of the file if
+    the caller has just checked it, so that it is not read twice. ``cache_dir``: where its optimised graph is
+    kept for the next start (default: nowhere). Raises ``MissingExtraError`` without onnxruntime,
+    ``EdgeError`` if the file is no model that tensors can be passed to, ``ConfigurationError`` for a device
+    that is not there.
     """
 
     def __init__(
@@ -87,6 +92,9 @@ class OnnxModel:
         stamp = file_stamp(self.path)
         digest = digest or file_digest(self.path)
         self._session: Any = self._open(digest)
+        from onnxruntime import RunOptions  # which is imported by now
+
+        self._run_options = RunOptions
         self.labels = Labels(self.path)
         if file_stamp(self.path) != stamp:
             raise IntegrityError(
@@ -109,12 +117,20 @@ class OnnxModel:
         self._bfloat16 = any(spec.datatype == "BF16" for spec in (*inputs, *outputs))
         _LIVE.add(self)
 
-    def run(self, inputs: Mapping[str, Array], outputs: Sequence[str] = ()) -> dict[str, Array]:
+    def run(
+        self,
+        inputs: Mapping[str, Array],
+        outputs: Sequence[str] = (),
+        *,
+        deadline: float = math.inf,
+        halt: Halt | None = None,
+    ) -> dict[str, Array]:
         """Name → read-only array of each output asked for, in that order (``()``: all, in the model's order).
 
         ``inputs`` must have the model's names and exact datatypes (``tensors.as_inputs`` makes them so).
-        Raises ``InvalidInputError`` if they do not fit the model, ``EdgeError`` if the model itself failed on
-        them.
+        ``deadline`` (of ``time.monotonic``) and ``halt`` end a run between two of its nodes. Raises
+        ``InvalidInputError`` if the inputs do not fit the model, ``DeadlineExceededError``, and ``EdgeError``
+        if the model itself failed on them.
         """
         if len(inputs) != len(self._inputs):
             raise self._misfit(inputs, outputs)
@@ -124,17 +140,29 @@ class OnnxModel:
             if array is None or (array.dtype is not dtype and array.dtype != dtype and dtype.kind != "O"):
                 raise self._misfit(inputs, outputs)
         names = list(outputs or self._names)
+        options: Any = None
+        ticket = 0
+        if halt is not None or deadline != math.inf:
+            options = self._run_options()
+            if halt is not None:
+                halt.attach(lambda: setattr(options, "terminate", True))
+            ticket = watchdog.watch(deadline, options)
         try:
             if self._bfloat16:
-                arrays = self._run_values(names, inputs)
+                arrays = self._run_values(names, inputs, options)
             elif self._strings:
-                arrays = self._run_strings(names, inputs)
+                arrays = self._run_strings(names, inputs, options)
             else:
-                arrays = self._call(names, inputs)
+                arrays = self._call(names, inputs, options)
         except (EdgeError, InvalidInputError):
             raise
         except Exception as error:  # onnxruntime's exceptions share no base of their own
+            if options is not None and options.terminate:
+                raise self._ended(deadline) from error
             raise self._explained(error, inputs, outputs) from error
+        finally:
+            if options is not None:
+                watchdog.leave(ticket)
         for array in arrays:
             array.setflags(write=False)
         return dict(zip(names, arrays, strict=True))
@@ -163,7 +191,8 @@ class OnnxModel:
             import onnxruntime as ort
         except ImportError as error:
             raise MissingExtraError("edge", "onnxruntime", "running ONNX models") from error
-        provider, settings = _provider(self._device, ort.get_available_providers())
+        device = device_hint().device if self._device == "auto" else self._device
+        provider, settings = _provider(device, ort.get_available_providers())
         on_cpu = provider == _PROVIDERS["cpu"]
         providers: list[Any] = [(provider, settings)] if settings else [provider]
 
@@ -211,12 +240,14 @@ class OnnxModel:
             )
         return tuple(specs)
 
-    def _call(self, names: list[str], feed: Mapping[str, Array]) -> list[Array]:
+    def _call(self, names: list[str], feed: Mapping[str, Array], options: Any) -> list[Array]:
         session = self._session or self._reopen()
         # The extension's own run, where it is: the checks of the Python wrapper around it (1.3 of 5.8 µs for
         # a tiny model) were all made above.
         inner = getattr(session, "_sess", None)
-        arrays: list[Array] = session.run(names, feed) if inner is None else inner.run(names, feed, None)
+        arrays: list[Array] = (
+            session.run(names, feed, options) if inner is None else inner.run(names, feed, options)
+        )
         return arrays
 
     def _reopen(self) -> Any:
@@ -232,15 +263,15 @@ class OnnxModel:
 
     # --- the two kinds of tensors that ONNX Runtime's numpy calls can't take as they are --------------------
 
-    def _run_strings(self, names: list[str], inputs: Mapping[str, Array]) -> list[Array]:
+    def _run_strings(self, names: list[str], inputs: Mapping[str, Array], options: Any) -> list[Array]:
         feed = {
             name: _decoded(array, name) if array.dtype.kind in "OSUT" else array
             for name, array in inputs.items()
         }
-        arrays = self._call(names, feed)
+        arrays = self._call(names, feed, options)
         return [_encoded(array) if array.dtype.kind == "O" else array for array in arrays]
 
-    def _run_values(self, names: list[str], inputs: Mapping[str, Array]) -> list[Array]:
+    def _run_values(self, names: list[str], inputs: Mapping[str, Array], options: Any) -> list[Array]:
         from onnxruntime import OrtValue
 
         feed = {}
@@ -253,8 +284,16 @@ class OnnxModel:
                 feed[name] = OrtValue.ortvalue_from_numpy(_decoded(array, name))
             else:
                 feed[name] = OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array).reshape(array.shape))
-        values = (self._session or self._reopen()).run_with_ort_values(names, feed)
+        values = (self._session or self._reopen()).run_with_ort_values(names, feed, options)
         return [_from_value(value) for value in values]
+
+    def _ended(self, deadline: float) -> EdgeError | DeadlineExceededError:
+        name = repr(self.metadata.name)
+        if time.monotonic() >= deadline:
+            return DeadlineExceededError(
+                f"model {name} did not answer before the deadline on this machine and was stopped; allow it more time"
+            )
+        return EdgeError(f"model {name}: the run was called off")
 
     # --- what went wrong ------------------------------------------------------------------------------------
 

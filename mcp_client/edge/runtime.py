@@ -5,6 +5,7 @@ changes.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
@@ -18,6 +19,7 @@ from ..errors import ClientClosedError, EdgeError, IntegrityError
 from ..request import Request
 from ..result import Answer
 from ..tensors import ModelMetadata
+from .limits import Halt
 from .model import OnnxModel
 from .optimised import FOLDER
 from .repository import ModelFile, ModelRepository
@@ -80,20 +82,26 @@ class EdgeRuntime:
         """The ids of the models in the folder."""
         return self.repository.models()
 
+    def holds(self, model: str = "") -> bool:
+        """Whether a model is in the folder; "": whether it has one that needs no naming."""
+        there = self.repository.models()
+        return model in there if model else len(there) == 1
+
     def metadata(self, model: str = "", version: str = "") -> ModelMetadata:
         """What a model takes and gives; loads it if need be. Raises ``EdgeError`` if there is none such."""
         return self._model(model, version).metadata
 
-    def run(self, request: Request) -> Answer:
+    def run(self, request: Request, *, deadline: float = math.inf, halt: Halt | None = None) -> Answer:
         """Answer a request here. ``model`` "" is the only one, ``version`` "" the one that counts
         (``ModelRepository.candidates``).
 
-        Raises ``EdgeError`` if there is no such model or it fails, ``InvalidInputError`` if the inputs do not
-        fit it.
+        ``deadline`` and ``halt`` as in ``OnnxModel.run``; loading a model is not cut short. Raises
+        ``EdgeError`` if there is no such model or it fails, ``InvalidInputError`` if the inputs do not fit it,
+        ``DeadlineExceededError``.
         """
         model = self._model(request.model, request.version)
         found = model.metadata
-        outputs = model.run(request.inputs, request.outputs)
+        outputs = model.run(request.inputs, request.outputs, deadline=deadline, halt=halt)
         if request.classes:
             outputs = classified(outputs, request.classes, model.labels)
         return Answer(

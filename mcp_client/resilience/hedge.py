@@ -60,4 +60,8 @@ class Cancellation:
             hang_up()
 
 
+class CalledOffError(Exception):
+    """Thrown into a flow whose answer is not needed any more; it says nothing of the endpoint."""
+
+
 cancelling: ContextVar[Cancellation | None] = ContextVar("mcp_cancelling", default=None)

@@ -16,13 +16,15 @@ log = logging.getLogger("mcp_client.hooks")
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """Something that happened to a demanded request: it goes to a server or the edge, or it has ended.
+    """What happened to a demanded request: it goes to a server or the edge, it has ended, or was computed both ways.
 
     ``kind``: ``request`` (not for what was at hand in the cache), ``response`` or ``error``. ``source`` says who answered.
-    ``endpoint`` and ``attempts`` are those of the last attempt, ``error`` the ``MCPError``, or what interrupted the request.
+    ``agreement`` comes after the answer, from the background (``Edge(agreement=…)``): ``difference`` is how far the server's and
+    the edge's answers are apart, as a share of the largest value. ``endpoint`` and ``attempts`` are those of the last attempt,
+    ``error`` the ``MCPError``, or what interrupted the request.
     """
 
-    kind: Literal["request", "response", "error"]
+    kind: Literal["request", "response", "error", "agreement"]
     request_id: str
     model: str
     session: str = ""
@@ -32,6 +34,7 @@ class Notice:
     source: str = ""
     latency_ms: float = 0.0
     error: BaseException | None = None
+    difference: float = 0.0
 
 
 class Observer:
@@ -50,6 +53,11 @@ class Observer:
         self._tell(notice)
         if self._otel is not None:
             self._otel.ended(notice, span)
+
+    def compared(self, notice: Notice) -> None:
+        self._tell(notice)
+        if self._otel is not None:
+            self._otel.compared(notice)
 
     def _tell(self, notice: Notice) -> None:
         if self._hook is None:

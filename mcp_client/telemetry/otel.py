@@ -64,6 +64,16 @@ class OpenTelemetry:
             explicit_bucket_boundaries_advisory=_BUCKETS_S,
         )
 
+        self._difference = meter.create_histogram(
+            "mcp_client.edge.difference",
+            unit="1",
+            description="Difference between a server's and the edge's answer, as a share of the largest value",
+            explicit_bucket_boundaries_advisory=[0, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 0.1, 1],
+        )
+
+    def compared(self, notice: Notice) -> None:
+        self._difference.record(notice.difference, {"gen_ai.request.model": notice.model})
+
     def started(self, notice: Notice) -> tuple[Any, Mapping[str, str]]:
         span = self._tracer.start_span(
             _name(notice), kind=trace.SpanKind.CLIENT, attributes=_attributes(notice)

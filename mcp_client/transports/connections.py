@@ -335,6 +335,12 @@ class AsyncPool:
         self._idle.clear()
 
 
+def _is_name(target: Target) -> bool:
+    """Whether the host is a name that may have addresses of both families (no top-level domain ends in a digit)."""
+    host = target.address or target.host
+    return host != "localhost" and ":" not in host and not host[-1:].isdigit()
+
+
 class _AsyncConnection(asyncio.BufferedProtocol):
     """A connection of asyncio's, which receives right into the reply's room."""
 
@@ -364,7 +370,9 @@ class _AsyncConnection(asyncio.BufferedProtocol):
                         target.port,
                         ssl=context,
                         server_hostname=target.host if context is not None else None,
-                        happy_eyeballs_delay=0.25,
+                        # For names only: asyncio's race of addresses forgets a socket where it is cancelled
+                        # just as one connects.
+                        happy_eyeballs_delay=0.25 if _is_name(target) else None,
                     )
         except OSError as error:  # TimeoutError is one
             raise _no_connection(target, error, deadline) from error
