@@ -14,8 +14,9 @@ from . import operations
 from .aio_driver import arun
 from .base import BaseClient, BaseEdge, BaseSession
 from .effects import CacheOption, Call, Flow
-from .errors import MCPError
+from .errors import DeadlineExceededError, MCPError
 from .management import IndexEntry, ModelConfig, ModelStatistics, ServerInfo
+from .prefetch.handle import Ending, PrefetchHandle
 from .prefetch.prefetcher import Job
 from .request import Outputs, Parameter
 from .result import InferResult
@@ -31,6 +32,17 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger("mcp_client")
+
+
+class AsyncPrefetchHandle(PrefetchHandle):
+    """The same for asyncio."""
+
+    async def wait(self, timeout: float | None = None) -> Ending:  # type: ignore[override]
+        """Wait for the end, as ``PrefetchHandle.wait``."""
+        try:
+            return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(self._ending)), timeout)
+        except TimeoutError:
+            raise DeadlineExceededError(f"the prefetch has not ended within {timeout} s") from None
 
 
 class AsyncMCPClient(BaseClient):
@@ -94,6 +106,28 @@ class AsyncMCPClient(BaseClient):
         self._loop = asyncio.get_running_loop()
         result = self._engine.hit(call)
         return result if result is not None else await arun(self._engine.infer(call))
+
+    def prefetch(
+        self,
+        inputs: Any = None,
+        *,
+        model: str | None = None,
+        version: str | None = None,
+        outputs: Outputs | None = None,
+        parameters: Mapping[str, Parameter] | None = None,
+        session: str | None = None,
+        path: str | None = None,
+        priority: int | None = None,
+        timeout: float | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> AsyncPrefetchHandle:
+        """As ``MCPClient.prefetch``: not awaited, it returns at once. Call it where an event loop runs."""
+        self._loop = asyncio.get_running_loop()
+        handle = AsyncPrefetchHandle()
+        self._by_hand(
+            handle, inputs, model, version, outputs, parameters, session, path, priority, timeout, headers
+        )
+        return handle
 
     async def stream(
         self,
@@ -232,10 +266,14 @@ class AsyncMCPClient(BaseClient):
                 raise RuntimeError("no event loop to prefetch in")
             loop.call_soon_threadsafe(self._start_job, job)
         except RuntimeError:  # the loop was closed: the application has ended, or goes on in another one
-            self._prefetcher.finished(job, None, sent=False)
+            self._prefetcher.finished(job, None, sent=False, cancelled=True)
 
     def _start_job(self, job: Job) -> None:
-        self._start(self._run_job(job))
+        def ended(task: asyncio.Task[None]) -> None:
+            if task.cancelled() and job.handle is not None:  # perhaps before it began
+                job.handle.end("cancelled")
+
+        self._start(self._run_job(job)).add_done_callback(ended)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.ensure_future(work)
@@ -264,16 +302,20 @@ class AsyncMCPClient(BaseClient):
 
     async def _run_job(self, job: Job) -> None:
         assert self._prefetcher is not None
-        error: MCPError | None = None
+        if not self._closed and self._prefetcher.hold_back(job):
+            return
         call: Call | None = None
+        error: BaseException | None = None
         try:
             call = self._prefetch_call(job)
             if self._engine.hit(call) is None:
                 await arun(self._engine.infer(call))
-        except MCPError as caught:
+        except BaseException as caught:
             error = caught
+            if not isinstance(caught, MCPError):
+                raise
         finally:
-            self._prefetcher.finished(job, error, sent=call is not None and call.attempts > 0)
+            self._prefetched(job, call, error)
 
 
 class AsyncSession(BaseSession):
@@ -282,6 +324,10 @@ class AsyncSession(BaseSession):
     async def infer(self, inputs: Any = None, *, path: str | None = None, **options: Any) -> InferResult:
         client = cast(AsyncMCPClient, self._client)
         return await client.infer(inputs, session=self.id, path=self._step(path), **options)
+
+    def prefetch(self, inputs: Any = None, **options: Any) -> AsyncPrefetchHandle:
+        """As the client's."""
+        return cast(AsyncMCPClient, self._client).prefetch(inputs, session=self.id, **options)
 
 
 class AsyncEdgeFolder(BaseEdge):

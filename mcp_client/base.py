@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import math
 import os
 import threading
 import time
@@ -22,9 +24,12 @@ from .cache.ttl import TTLPolicy
 from .config import TLS, Cache, Edge, Prefetch, Retry, Telemetry
 from .effects import CacheOption, Call, Endpoint, Flow, ProtocolName
 from .endpoints import Endpoints, Site
-from .errors import ClientClosedError, ConfigurationError, InvalidInputError
+from .errors import ClientClosedError, ConfigurationError, InvalidInputError, MCPError
 from .flow import Engine, fingerprint_of
-from .prefetch.prefetcher import Job, Prefetcher
+from .prefetch.decisions import Decisions, Outcome
+from .prefetch.handle import PrefetchHandle
+from .prefetch.prefetcher import Job, Life, Prefetcher
+from .prefetch.scheduler import PrefetchStats
 from .protocols import ClientCodec
 from .request import NO_PARAMETERS, Outputs, Parameter
 from .resilience.retry import RetryPolicy
@@ -114,8 +119,9 @@ class BaseClient(ABC):
             self._prefetcher = Prefetcher(
                 prefetch,
                 issue=self._issue,
-                at_hand=self._is_at_hand,
+                life=self._life,
                 fingerprint=fingerprint_of,
+                report=self._report_prefetch,
                 fetch_profile=fetch_profile,
             )
         self._engine = Engine(
@@ -188,11 +194,13 @@ class BaseClient(ABC):
         version: str | None = None,
         outputs: Outputs | None = None,
         parameters: Mapping[str, Parameter] | None = None,
+        importance: float = 1.0,
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """Register a builder that makes the inputs for any path of a template, so that pages never seen can be fetched.
 
         ``@client.route("/doc/{id}/page/{n:int}", model="ocr")`` over ``def page(id: str, n: int)``, which returns what
-        ``infer`` takes, or ``None`` where there is no such page. It is called in a background thread too.
+        ``infer`` takes, or ``None`` where there is no such page. It is called in a background thread too. ``importance``: how
+        much a millisecond that is saved here counts when prefetch chooses; 2.0 is twice as much as elsewhere.
         """
 
         def register(builder: Callable[..., Any]) -> Callable[..., Any]:
@@ -201,11 +209,24 @@ class BaseClient(ABC):
                     "routes need the cache and prefetch, which this client was made without"
                 )
             self._prefetcher.add_route(
-                template, builder, model=model, version=version, outputs=outputs, parameters=parameters
+                template,
+                builder,
+                model=model,
+                version=version,
+                outputs=outputs,
+                parameters=parameters,
+                importance=importance,
             )
             return builder
 
         return register
+
+    @property
+    def prefetcher(self) -> Prefetching:
+        """Learned prefetch at work: ``explain()``, ``stats()``."""
+        if self._prefetcher is None:
+            raise ConfigurationError("this client was made without the cache or without prefetch")
+        return Prefetching(self._prefetcher)
 
     def stats(self) -> dict[str, Any]:
         """What happened since the client was made: answers by source, cache, prefetch and telemetry figures."""
@@ -345,12 +366,67 @@ class BaseClient(ABC):
             server_timeout_ms=server_timeout_ms,
         )
 
-    def _prefetch_call(self, job: Job) -> Call:
+    def _by_hand(
+        self,
+        handle: PrefetchHandle,
+        inputs: Any,
+        model: str | None,
+        version: str | None,
+        outputs: Outputs | None,
+        parameters: Mapping[str, Parameter] | None,
+        session: str | None,
+        path: str | None,
+        priority: int | None,
+        timeout: float | None,
+        headers: Mapping[str, str] | None,
+    ) -> None:
+        if self._prefetcher is None:
+            raise ConfigurationError(
+                "prefetch() needs the cache and prefetch, which this client was made without"
+            )
+        # The arrays are the caller's again when prefetch() has returned.
         call = self._call(
-            job.value, job.model, job.version, job.outputs, job.parameters, job.session, job.path
+            copy.deepcopy(inputs),
+            model,
+            version,
+            outputs,
+            parameters,
+            session,
+            path,
+            priority,
+            timeout,
+            headers=headers,
         )
+        if not call.cacheable:
+            raise InvalidInputError("a step of a sequence can't be prefetched: its answer is never cached")
+        job = Job(None, model, version, session=session or "", path=path or "", call=call)
+        self._prefetcher.by_hand(job, handle)
+
+    def _prefetch_call(self, job: Job) -> Call:
+        call: Call
+        if job.call is not None:
+            call = job.call
+        else:
+            call = self._call(
+                job.value, job.model, job.version, job.outputs, job.parameters, job.session, job.path
+            )
+            if job.renews:
+                call.cache = "refresh"
         call.job = job
         return call
+
+    def _report_prefetch(self, job: Job, key: bytes, outcome: Outcome) -> None:
+        self._engine.report_prefetch(job, key, outcome)
+
+    def _prefetched(self, job: Job, call: Call | None, error: BaseException | None) -> None:
+        """A job's end, whatever it was."""
+        assert self._prefetcher is not None
+        self._prefetcher.finished(
+            job,
+            error if isinstance(error, MCPError) else None,
+            sent=call is not None and call.attempts > 0,
+            cancelled=error is not None and not isinstance(error, MCPError),
+        )
 
     def _close_shared(self) -> None:
         if self._telemetry is not None:
@@ -360,11 +436,17 @@ class BaseClient(ABC):
         if isinstance(self._cache, TieredCache):
             self._cache.close()
 
-    def _is_at_hand(self, key: bytes) -> bool:
-        """Whether an answer is in the cache or on its way."""
+    def _life(self, key: bytes) -> Life | None:
+        """When the fresh answer in the cache was stored and when it expires; of one on its way: never."""
         now = time.monotonic()
+        if self._engine.in_flight(key):
+            return Life(now, math.inf)
         entry = self.cache.peek(key, now)
-        return self._engine.in_flight(key) or (entry is not None and now < entry.fresh_until)
+        return (
+            Life(entry.stored_at, entry.fresh_until)
+            if entry is not None and now < entry.fresh_until
+            else None
+        )
 
     def _locks(self) -> list[threading.Lock]:
         """Every lock that another thread may hold while this one forks."""
@@ -382,6 +464,22 @@ class BaseClient(ABC):
             self._engine.local.reset()
         if self._prefetcher is not None:
             self._prefetcher.reset()
+
+
+class Prefetching:
+    """``client.prefetcher``: what prefetch does, and why."""
+
+    def __init__(self, prefetcher: Prefetcher) -> None:
+        self._prefetcher = prefetcher
+
+    def explain(self, path: str | None = None) -> Decisions:
+        """The latest 256 decisions, oldest first (``path``: only those about it): what was fetched ahead or not, and why."""
+        found = self._prefetcher.explain()
+        return Decisions(each for each in found if each.path == path) if path is not None else found
+
+    def stats(self) -> PrefetchStats:
+        """How many were issued, used, wasted."""
+        return self._prefetcher.stats()
 
 
 class BaseSession:

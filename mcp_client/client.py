@@ -15,6 +15,7 @@ from .drivers import run
 from .effects import CacheOption, Call, Flow
 from .errors import MCPError
 from .management import IndexEntry, ModelConfig, ModelStatistics, ServerInfo
+from .prefetch.handle import PrefetchHandle
 from .prefetch.prefetcher import Job
 from .request import Outputs, Parameter
 from .result import InferResult
@@ -119,6 +120,32 @@ class MCPClient(BaseClient):
         )
         result = self._engine.hit(call)
         return result if result is not None else run(self._engine.infer(call))
+
+    def prefetch(
+        self,
+        inputs: Any = None,
+        *,
+        model: str | None = None,
+        version: str | None = None,
+        outputs: Outputs | None = None,
+        parameters: Mapping[str, Parameter] | None = None,
+        session: str | None = None,
+        path: str | None = None,
+        priority: int | None = None,
+        timeout: float | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> PrefetchHandle:
+        """Fetch an answer ahead of its ``infer``, whose arguments these are; where a route makes the inputs,
+        ``client.prefetch(path="/doc/7/page/2")`` will do. Returns at once; what is wrong with them is the handle's ``error``.
+
+        It is sent as soon as no demanded request of this client is under way, and not at all while the server asks for less.
+        It is not weighed against the budget, but counts in it: prefetches that the client thinks of itself make room.
+        """
+        handle = PrefetchHandle()
+        self._by_hand(
+            handle, inputs, model, version, outputs, parameters, session, path, priority, timeout, headers
+        )
+        return handle
 
     def stream(
         self,
@@ -281,16 +308,20 @@ class MCPClient(BaseClient):
 
     def _run_job(self, job: Job) -> None:
         assert self._prefetcher is not None
-        error: MCPError | None = None
+        if not self._closed and self._prefetcher.hold_back(job):
+            return
         call: Call | None = None
+        error: BaseException | None = None
         try:
             call = self._prefetch_call(job)
             if self._engine.hit(call) is None:
                 run(self._engine.infer(call))
-        except MCPError as caught:
+        except BaseException as caught:
             error = caught
+            if not isinstance(caught, MCPError):
+                raise
         finally:
-            self._prefetcher.finished(job, error, sent=call is not None and call.attempts > 0)
+            self._prefetched(job, call, error)
 
 
 class Session(BaseSession):
@@ -298,6 +329,10 @@ class Session(BaseSession):
 
     def infer(self, inputs: Any = None, *, path: str | None = None, **options: Any) -> InferResult:
         return cast(MCPClient, self._client).infer(inputs, session=self.id, path=self._step(path), **options)
+
+    def prefetch(self, inputs: Any = None, **options: Any) -> PrefetchHandle:
+        """As the client's."""
+        return cast(MCPClient, self._client).prefetch(inputs, session=self.id, **options)
 
 
 class EdgeFolder(BaseEdge):

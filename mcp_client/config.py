@@ -85,7 +85,11 @@ class Prefetch:
     """Learned prefetch. It acts on requests that carry a session and a path.
 
     ``max_overfetch``: prefetches issued per demanded request, at most, over any window of ``window`` demanded requests.
-    ``threshold``: a candidate less likely than this is not fetched. ``max_in_flight``: prefetches under way at once.
+    ``threshold``: the price of a millisecond of the server's time, in milliseconds that are saved if the answer is asked for. As
+    an answer saves about what it costs, a candidate less likely than this is not fetched; one that its route calls important
+    (``importance=2.0``) may be half as likely. ``ms_per_mib``: the price of a MiB of the answer, in milliseconds of server time.
+    ``metered``: nothing is fetched ahead while the connection is (``True``, or a function that says).
+    ``per_step``: prefetches after one step; ``max_in_flight``: under way at once. Both at most.
     ``book_bytes``: memory for the inputs of requests seen before, so that they can be asked again.
     """
 
@@ -96,11 +100,19 @@ class Prefetch:
     max_in_flight: int = 2
     order: int = 5
     book_bytes: int = 64 * 1024 * 1024
+    ms_per_mib: float = 10.0
+    metered: bool | Callable[[], bool] = False
 
     def __post_init__(self) -> None:
         _positive(self, "window", "per_step", "max_in_flight", "order", "book_bytes")
         if self.max_overfetch < 0 or not 0 <= self.threshold <= 1:
             raise ConfigurationError("max_overfetch must be ≥ 0 and threshold between 0 and 1")
+        if not self.ms_per_mib >= 0:
+            raise ConfigurationError(f"Prefetch(ms_per_mib=…) must be ≥ 0; got {self.ms_per_mib!r}")
+        if not isinstance(self.metered, bool) and not callable(self.metered):
+            raise ConfigurationError(
+                f"Prefetch(metered=…) is True, False, or a function that says which; got {self.metered!r}"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -176,6 +176,8 @@ class Call:
     key: bytes = b""
     stale: Entry | None = None  # what to fall back to if no server answers
     attempts: int = 0
+    server_s: float = 0.0  # how long a server took to answer, if one did
+    answer_bytes: int = 0
     endpoint: str = ""
     observed: bool = False  # the observer was told of its start
     trace: Mapping[str, str] | None = None

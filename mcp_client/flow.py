@@ -38,7 +38,8 @@ from .errors import (
 )
 from .exchanges import Exchanges
 from .local import EdgeModels, Local, Spawn, no_server_answered
-from .prefetch.prefetcher import Prefetcher
+from .prefetch.decisions import Outcome
+from .prefetch.prefetcher import Job, Prefetcher
 from .protocols import ClientCodec
 from .request import NO_CLASSES, NO_HEADERS, Request
 from .resilience.retry import RetryPolicy
@@ -220,7 +221,7 @@ class Engine:
         entry = self.cache.get(call.key, now)
         if entry is None:
             if self.prefetcher is not None and self.prefetcher.holds(call.key):
-                self._lose_prefetch(call.key, "expired")
+                self.prefetcher.lost(call.key, "expired")
             self.cache.missed(call.model_name)
             return None
         age = now - entry.stored_at
@@ -229,7 +230,7 @@ class Engine:
         if now >= entry.fresh_until:
             return self._stale(call, entry, now)
         source: Source = "cache"
-        if self.prefetcher is not None and self.prefetcher.holds(call.key):
+        if self.prefetcher is not None and self.prefetcher.holds(call.key, now):
             source = self._use_prefetch(call)
         return self._finish(call, entry.answer, source, age, entry.nbytes)
 
@@ -256,7 +257,7 @@ class Engine:
             return False
         if flight is not None:
             return flight.purpose == "prefetch"
-        return source == "cache" and self.prefetcher.holds(call.key)
+        return source == "cache" and self.prefetcher.holds(call.key, self.clock())
 
     def _prepare(self, call: Call, metadata: ModelMetadata) -> None:
         """Check what the user passed against the model, before anything is sent, and give the request its fingerprint."""
@@ -370,17 +371,21 @@ class Engine:
         prefetcher = self.prefetcher
         if prefetcher is None:
             return (yield from self._ask_server(call, deadline))
-        if call.purpose == "demand":
-            prefetcher.demand_started()
+        demanded = call.purpose == "demand"
+        crowded = demanded and prefetcher.demand_started()
+        asked_at = self.clock()
         try:
-            return (yield from self._ask_server(call, deadline))
+            answer = yield from self._ask_server(call, deadline)
+            call.server_s = self.clock() - asked_at
+            call.answer_bytes = nbytes_of(answer.outputs)
+            return answer
         except MCPError as error:
             if no_server_answered(error):
                 prefetcher.overloaded(error)
             raise
         finally:
-            if call.purpose == "demand":
-                prefetcher.demand_finished()
+            if demanded:
+                prefetcher.demand_finished(call.model_name, call.server_s or None, crowded=crowded)
 
     def _ask_server(self, call: Call, deadline: float) -> Flow[Answer]:
         metadata = self._metadata.get((call.model, call.version))
@@ -421,7 +426,7 @@ class Engine:
             self.prefetcher.stored(call.key, call.job)
         for key, _ in self.cache.put(call.key, entry, self.clock(), reference=call.purpose == "demand"):
             if self.prefetcher is not None and self.prefetcher.holds(key):
-                self._lose_prefetch(key, "evicted")
+                self.prefetcher.lost(key, "evicted")
 
     def _finish(
         self, call: Call, answer: Answer, source: Source, age_s: float = 0.0, nbytes: int | None = None
@@ -469,23 +474,13 @@ class Engine:
         call.prefetch_id = self.prefetcher.used(call.key)
         return "prefetch"
 
-    def _lose_prefetch(self, key: bytes, outcome: Literal["expired", "evicted"]) -> None:
-        """What was fetched ahead is gone before anyone asked for it: count it, and tell telemetry."""
-        assert self.prefetcher is not None
-        job = self.prefetcher.lost(key)
-        if job is not None and self.events is not None:
+    def report_prefetch(self, job: Job, key: bytes, outcome: Outcome) -> None:
+        """Tell telemetry that what was fetched ahead came to nothing."""
+        if self.events is not None and self.prefetcher is not None:
             route = self.prefetcher.route_of(job.path)
+            model = job.model or self._default_model
             self.events.record(
-                job.session,
-                job.path,
-                route,
-                key,
-                job.model or "",
-                "prefetch",
-                0.0,
-                0,
-                job.prefetch_id,
-                outcome,
+                job.session, job.path, route, key, model, "prefetch", 0.0, 0, job.prefetch_id, outcome
             )
 
     def _notice_change(self, call: Call, answer: Answer, where: Literal["server", "edge"] = "server") -> bool:

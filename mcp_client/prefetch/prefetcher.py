@@ -5,25 +5,31 @@ The deciding is pure (``scheduler.py``, ``predictor.py``); this is where it meet
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import math
 import queue
 import secrets
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ..config import Prefetch
 from ..errors import InvalidInputError, MCPError, NotFoundError, RequestRejectedError, ServerError
 from ..request import Outputs, Parameter, Request
 from .book import RequestBook
-from .predictor import NO_CANDIDATE, Candidate, Predictor
+from .costs import Costs, Estimate
+from .decisions import NO_DECISION, Decision, Decisions, Outcome
+from .handle import PrefetchHandle
+from .hot import Gaps, HotKeys
+from .predictor import Candidate, Predictor
 from .profile import Profile
 from .routes import Route, RouteTable
-from .scheduler import Decision, PrefetchStats, Scheduler
+from .scheduler import PrefetchStats, Scheduler
 
 log = logging.getLogger("mcp_client.prefetch")
 
@@ -33,13 +39,31 @@ _PROFILE_EVERY_S = 600.0
 _PROFILE_RETRY_S = 30.0
 _BACK_OFF_S = 5.0  # for an endpoint that fails without saying for how long to leave it alone
 _CLOSE_S = 5.0
+# While steps come thick and fast they are learned from in batches: waking a thread for each would take the interpreter's lock
+# from the application as often.
+_BATCH_S = 0.003
+# A prefetch that demanded requests have kept waiting for so long has missed its moment.
+_STALE_S = 1.0
+# What was fetched ahead and is gone without anyone having asked is looked for this often.
+_SWEEP_S = 5.0
 
 FetchProfile = Callable[[str | None], tuple[Profile | None, str]]
 
 
+class Life(NamedTuple):
+    """Of an answer in the cache: when it was stored and until when it is fresh, in seconds of the monotonic clock."""
+
+    stored_at: float
+    fresh_until: float
+
+
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One prefetch: the arguments of an ``infer``, and the candidate that it serves."""
+    """One prefetch: the arguments of an ``infer``, and the decision that it carries out.
+
+    ``call``: the whole ``infer``, where the application gave it. ``renews``: the fresh answer is to be replaced, which pays off
+    once it would have expired, at ``counts_from``.
+    """
 
     value: Any
     model: str | None = None
@@ -49,15 +73,22 @@ class Job:
     session: str = ""
     path: str = ""
     prefetch_id: str = ""
-    candidate: Candidate = NO_CANDIDATE
+    decision: Decision = NO_DECISION
+    call: Any = None
+    handle: PrefetchHandle | None = None
+    renews: bool = False
+    counts_from: float = 0.0
 
 
 class Step(Protocol):
-    """What is learned from: a demanded call that was answered."""
+    """What is learned from: a demanded call that was answered. ``server_s``: how long a server took for it, if it did."""
 
     session: str
     path: str
     key: bytes
+    started: float
+    server_s: float
+    answer_bytes: int
 
     def request(self) -> Request: ...
 
@@ -65,9 +96,10 @@ class Step(Protocol):
 class Prefetcher:
     """Learns from demanded steps and fetches what is likely next.
 
-    ``issue`` starts a job in the background, which ends in ``finished``. ``at_hand`` says whether the answer to a
-    fingerprint is cached or under way; ``fingerprint`` gives a request's. ``fetch_profile`` (etag → profile or None, etag)
-    brings what the fleet has learned: before the first step is planned, and again every 10 minutes.
+    ``issue`` starts a job in the background, which ends in ``finished``. ``life`` tells of the answer to a fingerprint that is
+    cached (of one under way: until infinity); ``fingerprint`` gives a request's. ``report`` is told how each prefetch ended.
+    ``fetch_profile`` (etag → profile or None, etag) brings what the fleet has learned: before the first step is planned, and
+    again every 10 minutes.
     """
 
     def __init__(
@@ -75,39 +107,46 @@ class Prefetcher:
         config: Prefetch,
         *,
         issue: Callable[[Job], None],
-        at_hand: Callable[[bytes], bool],
+        life: Callable[[bytes], Life | None],
         fingerprint: Callable[[Request], bytes],
+        report: Callable[[Job, bytes, Outcome], None] = lambda job, key, outcome: None,
         fetch_profile: FetchProfile | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
         self._issue = issue
-        self._at_hand = at_hand
+        self._life = life
+        self._report = report
         self._fetch_profile = fetch_profile
         self._clock = clock
         self._routes = RouteTable()
         self._predictor = Predictor(order=config.order, routes=self._routes)
-        self._scheduler = Scheduler(config, self._predictor)
+        self.route_of = lru_cache(maxsize=10_000)(self._route_of)
+        self._costs = Costs(config.ms_per_mib, self.route_of)
+        self._scheduler = Scheduler(config, self._predictor, self._estimate)
         self._book = RequestBook(config.book_bytes, fingerprint)
         self._lock = threading.Lock()
-        self._held: dict[
-            bytes, Job
-        ] = {}  # fetched ahead, not yet asked for (single dict operations are atomic)
-        self._keys: OrderedDict[str, bytes] = (
-            OrderedDict()
-        )  # path → the fingerprint it had last (under _lock)
+        # Fetched ahead, not yet asked for (single dict operations are atomic).
+        self._held: dict[bytes, Job] = {}
+        self._keys: OrderedDict[str, bytes] = OrderedDict()  # path → its last fingerprint (under _lock)
         self._under_way: set[str] = set()  # paths being fetched ahead (under _lock)
-        self.route_of = lru_cache(maxsize=10_000)(self._route_of)
+        self._hot = HotKeys()
+        self._gaps = Gaps()
+        self._before: Step | None = None  # the last step learned from
         self._closed = False
         self.reset()
 
     def reset(self) -> None:
         """Threads and queues afresh: for a new client, and for the child after a fork."""
-        self._steps: queue.SimpleQueue[Step | None] = queue.SimpleQueue()
+        self._steps: deque[Step] = deque()
+        self._waiting: deque[Job] = deque()  # for a moment without demanded requests under way
+        self._idle = True  # the planner waits to be woken, or does not run yet
+        self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._etag: str | None = None
         self._profile_due = 0.0
+        self._sweep_due = 0.0
         self._under_way.clear()  # what the parent's threads were fetching is not under way in the child
         self._scheduler.forget_in_flight()
 
@@ -119,36 +158,43 @@ class Prefetcher:
 
     def observe(self, step: Step) -> None:
         """Learn from a demanded step and plan, soon, in the planner's thread."""
-        if self._closed or self._steps.qsize() >= _MAX_WAITING:
+        steps = self._steps
+        if self._closed or len(steps) >= _MAX_WAITING:
             return
-        self._steps.put(step)
-        if not self._threads:
-            self._start()
+        # After the append, as the planner looks at the steps after it has said that it is idle: one sees the other.
+        steps.append(step)
+        if self._idle:
+            self._rouse()
 
-    def holds(self, key: bytes) -> bool:
-        """Whether the answer was fetched ahead and nobody has asked for it yet."""
-        return key in self._held
+    def holds(self, key: bytes, now: float = math.inf) -> bool:
+        """Whether the answer was fetched ahead and nobody has asked for it yet; at ``now``, whether asking would count."""
+        job = self._held.get(key)
+        return job is not None and now >= job.counts_from
 
     def used(self, key: bytes) -> str:
         """The first demand for what was fetched ahead; returns its prefetch id ("" if it was not fetched ahead)."""
         job = self._held.pop(key, None)
         if job is None:
             return ""
-        self._scheduler.settled(job.candidate, used=True)
+        self._scheduler.settled(job.decision, used=True)
         return job.prefetch_id
 
-    def lost(self, key: bytes) -> Job | None:
+    def lost(self, key: bytes, outcome: Outcome) -> None:
         """What was fetched ahead left the cache before anyone asked for it."""
         job = self._held.pop(key, None)
         if job is not None:
-            self._scheduler.settled(job.candidate, used=False)
-        return job
+            self._scheduler.settled(job.decision, used=False, outcome=outcome)
+            self._report(job, key, outcome)
 
-    def demand_started(self) -> None:
-        self._scheduler.demand_started()
+    def demand_started(self) -> bool:
+        """A demanded request goes to a server; whether others of this client are under way. ``demand_finished`` must follow."""
+        return self._scheduler.demand_started()
 
-    def demand_finished(self) -> None:
-        self._scheduler.demand_finished()
+    def demand_finished(self, model: str, seconds: float | None, *, crowded: bool) -> None:
+        """``seconds``: how long the server took to answer, if it did."""
+        self._scheduler.demand_finished(model, seconds, self._clock(), crowded=crowded)
+        if self._waiting:
+            self._start_waiting()
 
     def overloaded(self, error: MCPError) -> None:
         """A demanded request met a server in trouble: it gets no extra work for a while."""
@@ -176,48 +222,98 @@ class Prefetcher:
         resolved = self._routes.resolve(path)
         return resolved[0].template if resolved is not None else ""
 
+    def _estimate(self, path: str) -> Estimate:
+        template = self.route_of(path)
+        route = self._routes.named(template) if template else None
+        return self._costs.estimate(path, route.importance if route is not None else 1.0)
+
     # --- in the planner's thread ---
 
-    def plan(self, step: Step) -> None:
-        """Learn one step, and start the prefetches that it suggests."""
-        request = step.request()
-        self._remember(step.path, step.key)
-        if self._routes.resolve(step.path) is None:
-            self._book.remember(step.path, request, step.key)
-        candidates = self._scheduler.observe(step.session, step.path, self._clock(), wanted=self._is_wanted)
-        for candidate in candidates:
-            job = self._job(candidate, step.session)
-            if job is None:
-                self._scheduler.withdrawn(candidate)
+    def plan(self, steps: Sequence[Step]) -> None:
+        """Learn some steps, and start the prefetches that the last one of each session suggests."""
+        last: dict[str, Step] = {}
+        reloads = 0
+        before = self._before
+        for step in steps:
+            if (
+                before is not None
+                and step.key == before.key
+                and step.path == before.path
+                and step.session == before.session
+            ):
+                self._hot.seen(step.path, step.key, step.started)
+                reloads += 1
             else:
-                self._issue(job)
+                self._learn(step)
+                last[step.session] = step
+            before = step
+        self._before = before
+        if reloads:
+            self._scheduler.demanded(reloads)
+        for session in last:
+            self._plan(session)
 
-    def _is_wanted(self, path: str) -> bool:
+    def _learn(self, step: Step) -> None:
+        self._hot.seen(step.path, step.key, step.started)
+        self._gaps.step(step.session, step.started)
+        if step.server_s:
+            self._costs.note(step.path, step.server_s, step.answer_bytes)
+        self._remember(step.path, step.key)
+        if not self.route_of(step.path):
+            self._book.remember(step.path, step.request(), step.key)
+        self._scheduler.learn(step.session, step.path, self._clock())
+
+    def _plan(self, session: str) -> None:
+        for decision in self._scheduler.plan(session, self._clock(), unwanted=self._unwanted):
+            job = self._job(decision)
+            if job is None:
+                self._scheduler.withdrawn(decision, "nothing makes its inputs")
+            else:
+                self._send(job)
+
+    def _unwanted(self, candidate: Candidate) -> str:
+        """Why a candidate need not or can't be fetched, or ""."""
+        path = candidate.path
         with self._lock:
             key = self._keys.get(path)
             if path in self._under_way:
-                return False
-        if key is not None and self._at_hand(key):
-            return False
-        return self._book.get(path) is not None or self._routes.resolve(path) is not None
+                return "under way"
+        life = self._life(key) if key is not None else None
+        if life is not None and not self._expires_before_need(life):
+            return "at hand"
+        if self._book.get(path) is None and not self.route_of(path):
+            return "nothing makes its inputs"
+        return ""
 
-    def _job(self, candidate: Candidate, session: str) -> Job | None:
+    def _expires_before_need(self, life: Life) -> bool:
+        """Whether a fresh answer will be gone when it is needed, and a new one would not be."""
+        needed_in = self._gaps.to_next_step()
+        return life.fresh_until - self._clock() < needed_in < life.fresh_until - life.stored_at
+
+    def _job(self, decision: Decision) -> Job | None:
+        path = decision.path
         try:
-            built = self.build(candidate.path)
+            built = self.build(path)
         except Exception:
-            log.exception(
-                "the route of %s failed to build its inputs; it is not fetched ahead", candidate.path
-            )
+            log.exception("the route of %s failed to build its inputs; it is not fetched ahead", path)
             return None
         if built is None:
-            request = self._book.get(candidate.path)
+            request = self._book.get(path)
             if request is None:
                 return None
             built = Job(request.inputs, request.model, request.version, request.wanted, request.parameters)
         with self._lock:
-            self._under_way.add(candidate.path)
+            key = self._keys.get(path)
+            self._under_way.add(path)
+        life = self._life(key) if key is not None else None
         return replace(
-            built, session=session, path=candidate.path, prefetch_id=secrets.token_hex(8), candidate=candidate
+            built,
+            session=decision.session,
+            path=path,
+            prefetch_id=secrets.token_hex(8),
+            decision=decision,
+            renews=life is not None,
+            counts_from=life.fresh_until if life is not None else 0.0,
         )
 
     def _remember(self, path: str, key: bytes) -> None:
@@ -227,31 +323,111 @@ class Prefetcher:
             if len(self._keys) > _MAX_KEYS:
                 self._keys.popitem(last=False)
 
-    # --- what becomes of a job ---
+    def _refresh_hot(self, now: float) -> None:
+        """Fetch anew the hot keys whose answers are about to expire."""
+        for path in self._hot.due(now, self._life, self._costs.seconds):
+            with self._lock:
+                if path in self._under_way:
+                    continue
+            if self._book.get(path) is None and not self.route_of(path):
+                continue
+            decision = self._scheduler.refresh(path, now, reason="hot, and about to expire")
+            if decision is not None:
+                job = self._job(decision)
+                if job is None:
+                    self._scheduler.withdrawn(decision, "nothing makes its inputs")
+                else:
+                    self._send(job)
+
+    def _sweep(self, now: float) -> None:
+        """Settle what was fetched ahead and is in the cache no more, which nobody may ever ask for."""
+        self._sweep_due = now + _SWEEP_S
+        for key, job in tuple(self._held.items()):
+            life = self._life(key)
+            if life is None and now >= job.counts_from:
+                self.lost(key, "expired")
+
+    # --- starting a job, and what becomes of it ---
+
+    def by_hand(self, job: Job, handle: PrefetchHandle) -> None:
+        """Fetch what the application asks for, at the next moment without demanded requests under way."""
+        decision = self._scheduler.by_hand(job.session, job.path, self._clock())
+        if not decision.fetched:
+            handle.end("refused")
+            return
+        if not self._threads:
+            self._start()
+        self._send(replace(job, prefetch_id=secrets.token_hex(8), decision=decision, handle=handle))
+
+    def _send(self, job: Job) -> None:
+        self._waiting.append(job)
+        self._start_waiting()
+
+    def _start_waiting(self) -> None:
+        """Start what waits, if nobody who was asked for is kept waiting by it."""
+        while self._waiting and not self._scheduler.goes_first():
+            try:
+                job = self._waiting.popleft()
+            except IndexError:  # another thread was quicker
+                return
+            self._issue(job)
+
+    def hold_back(self, job: Job) -> bool:
+        """Whether demanded requests came first after all; the job then waits for the next moment without."""
+        if not self._scheduler.goes_first():
+            return False
+        self._waiting.append(job)
+        if not self._scheduler.goes_first():  # they ended meanwhile, and did not see this one wait
+            self._start_waiting()
+        return True
+
+    def _drop_stale(self, now: float) -> None:
+        for job in tuple(self._waiting):
+            limit = job.call.deadline if job.call is not None else job.decision.at + _STALE_S
+            if now >= limit:
+                try:
+                    self._waiting.remove(job)
+                except ValueError:  # it was started meanwhile
+                    continue
+                self.finished(job, None, sent=False, cancelled=True)
 
     def stored(self, key: bytes, job: Job) -> None:
         """The answer to a job is about to be put into the cache."""
+        replaced = self._held.get(key)
+        if replaced is not None:
+            self.lost(key, "expired")
         self._held[key] = job
-        self._remember(job.path, key)
+        if job.path:
+            self._remember(job.path, key)
 
-    def finished(self, job: Job, error: MCPError | None, *, sent: bool) -> None:
+    def finished(self, job: Job, error: MCPError | None, *, sent: bool, cancelled: bool = False) -> None:
         """A job that was issued has ended. ``sent``: whether it cost the server anything."""
+        decision = job.decision
         with self._lock:
             self._under_way.discard(job.path)
         if not sent:
-            self._scheduler.withdrawn(job.candidate)
-        elif error is None:
-            self._scheduler.fetched(job.candidate)
+            if error is None and not cancelled:
+                self._scheduler.withdrawn(decision, "at hand")
+            else:
+                self._scheduler.withdrawn(decision)
+        elif error is None and not cancelled:
+            self._scheduler.fetched(decision)
         else:
+            self._scheduler.failed(decision, "cancelled" if cancelled else "failed")
+        if cancelled or error is not None:  # the protocol knows one word for both: it brought nothing
+            self._report(job, b"", "cancelled")
+        if error is not None:
             log.debug("prefetch of %s failed: %s", job.path, error)
-            self._scheduler.failed(job.candidate)
             if not isinstance(error, (RequestRejectedError, NotFoundError, InvalidInputError)):
                 self.overloaded(error)
+        if job.handle is not None:
+            ending = "cancelled" if cancelled else "failed" if error else "fetched" if sent else "at hand"
+            job.handle.end(ending, error)  # type: ignore[arg-type]
 
     def stats(self) -> PrefetchStats:
         return self._scheduler.stats()
 
-    def explain(self) -> list[Decision]:
+    def explain(self) -> Decisions:
         """The last decisions, oldest first: what was fetched ahead or not, and why."""
         return self._scheduler.explain()
 
@@ -262,15 +438,25 @@ class Prefetcher:
         self._work.put(work)
 
     def close(self) -> None:
-        """Stop learning and fetching; what is under way is waited for, for a while."""
+        """Stop learning and fetching; what is under way is waited for, for a while. What was not asked for is settled."""
         self._closed = True
-        self._steps.put(None)
+        self._wake.put(None)
         for _ in self._threads:
             self._work.put(None)
         deadline = time.monotonic() + _CLOSE_S
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(max(0.0, deadline - time.monotonic()))
+        while self._waiting:
+            self.finished(self._waiting.popleft(), None, sent=False, cancelled=True)
+        for key in tuple(self._held):
+            self.lost(key, "evicted")
+
+    def _rouse(self) -> None:
+        self._idle = False
+        if not self._threads:
+            self._start()
+        self._wake.put(None)
 
     def _start(self) -> None:
         with self._lock:
@@ -285,21 +471,41 @@ class Prefetcher:
 
     def _run_planner(self) -> None:
         steps = self._steps
+        self._refresh_profile()
         while not self._closed:
-            self._refresh_profile()
-            step = steps.get()
-            if step is None:
-                return
+            if not steps:
+                self._idle = True
+                if not steps:
+                    self._sleep()
+                self._idle = False
+            batch = [steps.popleft() for _ in range(len(steps))]
             try:
-                self.plan(step)
+                self.plan(batch)
+                now = self._clock()
+                self._refresh_hot(now)
+                self._drop_stale(now)
+                if now >= self._sweep_due:
+                    self._sweep(now)
+                self._refresh_profile()
             except Exception:
-                log.exception("planning after %s failed; nothing is fetched ahead for it", step.path)
+                log.exception("planning after %d steps failed; nothing is fetched ahead for them", len(batch))
+            if len(batch) > 1:
+                time.sleep(_BATCH_S)
+
+    def _sleep(self) -> None:
+        """Until there is a step, or something falls due."""
+        now = self._clock()
+        due = self._hot.next_due
+        if self._waiting:
+            due = min(due, now + _STALE_S / 4)
+        if self._held:
+            due = min(due, self._sweep_due)
+        with contextlib.suppress(queue.Empty):
+            self._wake.get(timeout=max(0.0, due - now) if due < now + 3600 else None)
 
     def _run_worker(self) -> None:
         work = self._work
         while (job := work.get()) is not None:
-            if self._closed:
-                continue
             try:
                 job()
             except Exception:

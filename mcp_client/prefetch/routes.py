@@ -30,6 +30,7 @@ class Route:
     version: str | None = None
     outputs: Outputs | None = None
     parameters: Mapping[str, Parameter] | None = None
+    importance: float = 1.0
     pattern: re.Pattern[str] = re.compile("")
     ints: frozenset[str] = frozenset()
 
@@ -63,6 +64,9 @@ class Route:
                 )
             parts += [re.escape(rest), "/"]
         pattern = re.compile("".join(parts[:-1]))
+        importance = target.get("importance", 1.0)
+        if not isinstance(importance, (int, float)) or not importance >= 0:
+            raise ConfigurationError(f"{template!r}: importance must be a number ≥ 0; got {importance!r}")
         return cls(template=template, builder=builder, pattern=pattern, ints=frozenset(ints), **target)
 
     def match(self, path: str) -> Params | None:

@@ -148,7 +148,7 @@ class Client:
         if path in self._waiting:
             self._scheduler.settled(self._waiting.pop(path), used=True)
         for candidate in self._scheduler.observe(
-            session, path, 0.0, wanted=lambda path: path not in self._cache
+            session, path, 0.0, unwanted=lambda one: "at hand" if one.path in self._cache else ""
         ):
             self._scheduler.fetched(candidate)
             self._cache.add(candidate.path)
