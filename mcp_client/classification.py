@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from .errors import InvalidInputError, ProtocolError
-from .tensors import Array, datatype_of
+from .tensors import FOUR_BITS, PRECISION, Array, datatype_of, is_integer
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +52,17 @@ def classify(array: Array, count: int, labels: Sequence[str], what: str) -> Arra
 
     Scores are written as Triton does (six decimals; whole numbers as they are). Equal ones come in their own order, NaN last.
     """
-    if array.dtype.kind not in "iuf" and datatype_of(array) != "BF16":
-        raise InvalidInputError(f"{what} is {datatype_of(array)}; only numbers can be classified")
+    datatype = datatype_of(array)
+    if not is_integer(datatype) and datatype not in PRECISION:
+        raise InvalidInputError(f"{what} is {datatype}; only numbers can be classified")
     rows = array.reshape(array.shape[0], -1) if array.ndim > 1 and array.size else array.reshape(1, -1)
-    whole = array.dtype.kind in "iu"
+    whole = is_integer(datatype)
     keep = min(count, rows.shape[1])
     best = np.empty((rows.shape[0], keep), dtype=object)
     for number, row in enumerate(rows):
-        scores: Any = row if whole else row.astype(np.float64)
+        scores: Any = (
+            (row.astype(np.int8) if datatype in FOUR_BITS else row) if whole else row.astype(np.float64)
+        )
         # Stable on what is to come first: the largest, of equal ones the first; numpy sorts NaN to the end.
         order = np.argsort(-scores if not whole else ~scores, kind="stable")[:keep]
         for place, index in enumerate(order.tolist()):

@@ -37,6 +37,7 @@ from .errors import (
     listed,
 )
 from .exchanges import Exchanges
+from .inputs import as_inputs
 from .local import EdgeModels, Local, Spawn, no_server_answered
 from .prefetch.decisions import Outcome
 from .prefetch.prefetcher import Job, Prefetcher
@@ -45,7 +46,7 @@ from .request import NO_CLASSES, NO_HEADERS, Request
 from .resilience.retry import RetryPolicy
 from .result import Answer, InferResult, Source
 from .telemetry.observer import Notice, Observer, trace_headers
-from .tensors import ModelMetadata, as_inputs, nbytes_of
+from .tensors import ModelMetadata, nbytes_of
 
 log = logging.getLogger("mcp_client")
 T = TypeVar("T")

@@ -27,6 +27,10 @@ IDENTITY_TYPES: dict[str, int] = {
     "FP64": TensorProto.DOUBLE,
     "BF16": TensorProto.BFLOAT16,
     "BYTES": TensorProto.STRING,
+    "FP8E4M3FN": TensorProto.FLOAT8E4M3FN,
+    "FP8E4M3FNUZ": TensorProto.FLOAT8E4M3FNUZ,
+    "FP8E5M2": TensorProto.FLOAT8E5M2,
+    "FP8E5M2FNUZ": TensorProto.FLOAT8E5M2FNUZ,
 }
 # What affine() multiplies by and adds, so that a test can compute the answer itself: probs = x @ WEIGHTS +
 # BIAS.
@@ -58,7 +62,8 @@ def identity(path: Path, datatype: str, shape: Sequence[int | str | None] | None
     """
     kind = IDENTITY_TYPES[datatype]
     node = helper.make_node("Identity", ["x"], ["y"])
-    return save(path, [node], inputs=[("x", kind, shape)], outputs=[("y", kind, shape)])
+    opset = 19 if datatype.startswith("FP8") else 18
+    return save(path, [node], inputs=[("x", kind, shape)], outputs=[("y", kind, shape)], opset=opset)
 
 
 def add(path: Path) -> Path:
@@ -103,6 +108,7 @@ def save(
     inputs: Sequence[tuple[str, int, Sequence[int | str | None] | None]],
     outputs: Sequence[tuple[str, int, Sequence[int | str | None] | None]],
     constants: dict[str, np.ndarray] | None = None,
+    opset: int = 18,
 ) -> Path:
     """Write a graph to ``path``, whose folders are made."""
     graph = helper.make_graph(
@@ -112,7 +118,7 @@ def save(
         [helper.make_tensor_value_info(*spec) for spec in outputs],
         [numpy_helper.from_array(array, name) for name, array in (constants or {}).items()],
     )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=10)
     path.parent.mkdir(parents=True, exist_ok=True)
     onnx.save(model, path)
     return path

@@ -29,8 +29,9 @@ import numpy as np
 from blake3 import blake3
 
 from ..errors import InvalidInputError
+from ..inputs import as_tensor
 from ..request import NO_PARAMETERS, Parameter
-from ..tensors import Array, as_tensor, datatype_of, to_raw
+from ..tensors import Array, datatype_of, to_raw
 
 SIZE = 20  # bytes: 160 bits, so that 2^60 different requests collide with a chance of about 2^-41
 
@@ -119,7 +120,7 @@ def _layout(model: str, version: str, inputs: Mapping[str, Array], outputs: Sequ
 def _lies_canonically(dtype: np.dtype[Any]) -> bool:
     """Whether ``tobytes`` of such an array is what goes on a wire: numbers, little-endian."""
     order = dtype.byteorder if dtype.byteorder != "=" else {"little": "<", "big": ">"}[sys.byteorder]
-    return dtype.kind not in "OSUT" and order != ">"
+    return dtype.kind not in "OSUT" and order != ">" and dtype.name not in ("int4", "uint4")
 
 
 def _encode_parameters(parameters: Mapping[str, Parameter]) -> bytes:

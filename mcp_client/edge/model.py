@@ -48,6 +48,10 @@ _DATATYPES = {
     "tensor(float)": "FP32",
     "tensor(double)": "FP64",
     "tensor(bfloat16)": "BF16",
+    "tensor(float8e4m3fn)": "FP8E4M3FN",
+    "tensor(float8e4m3fnuz)": "FP8E4M3FNUZ",
+    "tensor(float8e5m2)": "FP8E5M2",
+    "tensor(float8e5m2fnuz)": "FP8E5M2FNUZ",
     "tensor(string)": "BYTES",
 }
 _PROVIDERS = {
@@ -58,7 +62,14 @@ _PROVIDERS = {
     "openvino": "OpenVINOExecutionProvider",
     "coreml": "CoreMLExecutionProvider",
 }
-_ONNX_BFLOAT16 = 16  # TensorProto.DataType
+# Those that ONNX Runtime's numpy calls can't take: TensorProto.DataType, and what has their bits.
+_BITS_OF: dict[str, tuple[int, type[Any]]] = {
+    "BF16": (16, np.uint16),
+    "FP8E4M3FN": (17, np.uint8),
+    "FP8E4M3FNUZ": (18, np.uint8),
+    "FP8E5M2": (19, np.uint8),
+    "FP8E5M2FNUZ": (20, np.uint8),
+}
 
 
 class OnnxModel:
@@ -114,7 +125,7 @@ class OnnxModel:
         self._inputs = tuple((spec.name, dtype_of(spec.datatype)) for spec in inputs)
         self._names = tuple(spec.name for spec in outputs)
         self._strings = any(spec.datatype == "BYTES" for spec in (*inputs, *outputs))
-        self._bfloat16 = any(spec.datatype == "BF16" for spec in (*inputs, *outputs))
+        self._bfloat16 = any(spec.datatype in _BITS_OF for spec in (*inputs, *outputs))
         _LIVE.add(self)
 
     def run(
@@ -275,11 +286,11 @@ class OnnxModel:
         from onnxruntime import OrtValue
 
         feed = {}
-        bfloat16 = dtype_of("BF16")
         for name, array in inputs.items():
-            if array.dtype == bfloat16:
-                bits = np.ascontiguousarray(array).reshape(array.shape).view(np.uint16)
-                feed[name] = OrtValue.ortvalue_from_numpy_with_onnx_type(bits, _ONNX_BFLOAT16)
+            onnx_type, kind = _BITS_OF.get(datatype_of(array), (0, None))
+            if kind is not None:
+                bits = np.ascontiguousarray(array).reshape(array.shape).view(kind)
+                feed[name] = OrtValue.ortvalue_from_numpy_with_onnx_type(bits, onnx_type)
             elif array.dtype.kind in "OSUT":
                 feed[name] = OrtValue.ortvalue_from_numpy(_decoded(array, name))
             else:
@@ -375,13 +386,15 @@ def _encoded(array: Array) -> Array:
 
 
 def _from_value(value: Any) -> Array:
-    if value.data_type() != "tensor(bfloat16)":
+    datatype = _DATATYPES[value.data_type()]
+    if datatype not in _BITS_OF:
         array: Array = value.numpy()
         return _encoded(array) if array.dtype.kind == "O" else array
     # ONNX Runtime has no numpy type for it: its bytes are copied from where they lie
     shape = value.shape()
-    raw = ctypes.string_at(value.data_ptr(), 2 * int(np.prod(shape, dtype=np.int64)))
-    return np.frombuffer(raw, dtype_of("BF16")).reshape(shape)
+    dtype = dtype_of(datatype)
+    raw = ctypes.string_at(value.data_ptr(), dtype.itemsize * int(np.prod(shape, dtype=np.int64)))
+    return np.frombuffer(raw, dtype).reshape(shape)
 
 
 def _words(error: Exception) -> str:

@@ -7,9 +7,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ..errors import ProtocolError, listed
+from ..errors import InvalidInputError, ProtocolError, listed
 from ..request import Parameter, Request
-from ..tensors import Array, TensorSpec
+from ..tensors import FOUR_BITS, Array, TensorSpec, cast_words, datatype_of
 
 
 def check_answer(outputs: Mapping[str, Array], request: Request, *, came_id: str) -> None:
@@ -34,6 +34,23 @@ def read_count(parameters: Mapping[str, Parameter], output: str) -> int:
             f"output {output!r}: classification is how many classes are wanted; got {count!r}"
         )
     return count
+
+
+def oip_datatype(name: str, array: Array) -> str:
+    """The datatype of a tensor that is to travel by the Open Inference Protocol, which has no form for 4 bits."""
+    datatype = datatype_of(array)
+    if datatype in FOUR_BITS:
+        raise InvalidInputError(
+            f"tensor {name!r} is {datatype}, for which the Open Inference Protocol has no form; pass array.astype("
+            f"{cast_words(datatype.replace('4', '8'))}) to a model that takes that, or use protocol='mcp'"
+        )
+    return datatype
+
+
+def known_to_oip(datatype: str, what: str) -> str:
+    if datatype in FOUR_BITS:
+        raise ProtocolError(f"{what}: the Open Inference Protocol has no form for {datatype}")
+    return datatype
 
 
 def read_specs(value: Any, what: str) -> tuple[TensorSpec, ...]:

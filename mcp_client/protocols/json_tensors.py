@@ -2,8 +2,8 @@
 whole.
 
 Data is flat and row-major; what comes may be nested too. NaN and infinities travel as the words "NaN",
-"Infinity" and "-Infinity". BYTES travel as strings, and as ``{"b64": …}`` where they are not UTF-8. FP16 and
-BF16 travel as numbers.
+"Infinity" and "-Infinity". BYTES travel as strings, and as ``{"b64": …}`` where they are not UTF-8. FP16, BF16, the FP8
+types and those of 4 bits travel as numbers.
 """
 
 from __future__ import annotations
@@ -20,13 +20,22 @@ import numpy as np
 import orjson
 
 from ..errors import InvalidInputError, ProtocolError
-from ..tensors import Array, ShapeError, datatype_of, element_count, wire_dtype
+from ..tensors import (
+    Array,
+    ShapeError,
+    datatype_of,
+    element_count,
+    is_integer,
+    limits,
+    wire_dtype,
+)
 
 _WORDS = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}
 # The one float32 (and its negative; all were tried) whose shortest decimal, 7.038531e-26, becomes another
 # float32 when it is parsed as a double and then rounded, as JSON readers do; it is written with a double's
 # digits instead.
 _DOUBLE_ROUNDED = np.uint32(0x15AE43FD)
+_NO_INFINITY = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2fnuz")
 _MOST_ELEMENTS = 2**58  # × 16 bytes is what numpy can address; guards reshape against shapes like [0, 2**63]
 
 
@@ -80,8 +89,10 @@ def data_of(array: Array, *, what: str, b64: bool) -> Any:
     flat = np.ascontiguousarray(array).reshape(-1)
     if flat.dtype.kind in "biu":
         return flat
-    if flat.dtype.itemsize == 2:
-        # FP16 and BF16: every value is a float32, whose shortest decimal leads back to it
+    if flat.dtype.name in ("int4", "uint4"):
+        return flat.astype(np.int8)
+    if flat.dtype.itemsize <= 2:
+        # FP16, BF16, FP8: every value is a float32, whose shortest decimal leads back to it
         with np.errstate(invalid="ignore"):  # a signalling NaN
             flat = flat.astype(np.float32)
     finite = np.isfinite(flat)
@@ -126,7 +137,7 @@ def tensor_from_json(data: Any, datatype: str, shape: Sequence[int], *, what: st
         if not set(flat) <= {0, 1}:
             raise ProtocolError(f"{what}: BOOL data holds something else than true and false")
         array = np.array(flat, dtype=np.bool_)
-    elif dtype.kind in "iu":
+    elif is_integer(datatype):
         array = _integers(flat, dtype, datatype, what)
     else:
         array = _floats(flat, dtype, datatype, what)
@@ -172,7 +183,7 @@ def _flat(data: Any, shape: Sequence[int], what: str) -> list[Any]:
 def _integers(flat: list[Any], dtype: np.dtype[Any], datatype: str, what: str) -> Array:
     _only(flat, set(map(type, flat)), {int}, datatype, what)
     if flat:
-        low, high = np.iinfo(dtype).min, np.iinfo(dtype).max
+        low, high = limits(datatype)
         smallest, largest = min(flat), max(flat)
         if smallest < low or largest > high:
             raise ProtocolError(f"{what}: {datatype} holds {low} to {high}; got {smallest} to {largest}")
@@ -197,9 +208,12 @@ def _floats(flat: list[Any], dtype: np.dtype[Any], datatype: str, what: str) -> 
         return wide
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         narrow = wide.astype(dtype)
-    infinite = np.isinf(narrow)
-    if infinite.any():
-        overflown = wide[infinite & np.isfinite(wide)]
+    # Some of the small types have no infinity, and make NaN of what is beyond them.
+    lost = ~np.isfinite(narrow)
+    if lost.any():
+        overflown = (
+            wide[lost & ~np.isnan(wide)] if dtype.name in _NO_INFINITY else wide[lost & np.isfinite(wide)]
+        )
         if overflown.size:
             raise ProtocolError(f"{what}: {overflown[0]} is beyond the range of {datatype}")
     return narrow

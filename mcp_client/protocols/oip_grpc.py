@@ -22,14 +22,13 @@ from ..tensors import (
     ModelMetadata,
     ShapeError,
     TensorSpec,
-    datatype_of,
     element_count,
     from_raw,
     to_raw,
     wire_dtype,
 )
 from . import Buffer, Shared, WireRequest, WireResponse
-from .documents import check_answer, in_order, least, read_count
+from .documents import check_answer, in_order, known_to_oip, least, oip_datatype, read_count
 from .grpc_status import require_success, status_told
 from .http_common import freshness, read_context, request_headers
 from .json_tensors import datatype_named
@@ -45,7 +44,7 @@ except ImportError as missing:
 # protobuf's own limit for one message.
 MAX_MESSAGE_BYTES = 2**31 - 1
 _RAW_INPUTS, _RAW_OUTPUTS = 7, 6  # field numbers of raw_input_contents and raw_output_contents
-# Which field of InferTensorContents holds a datatype. FP16 and BF16 have none.
+# Which field of InferTensorContents holds a datatype. FP16, BF16 and FP8 have none.
 _CONTENTS: Mapping[str, str] = {
     "BOOL": "bool_contents",
     "INT8": "int_contents",
@@ -161,7 +160,8 @@ def _write_request(request: Request, shared: Shared | None = None) -> tuple[Buff
     if shared is not None:
         lying, wanted, region = shared.inputs, shared.outputs or wanted, shared.region
     tensors = tuple(
-        (name, datatype_of(array), array.shape, lying.get(name)) for name, array in request.inputs.items()
+        (name, oip_datatype(name, array), array.shape, lying.get(name))
+        for name, array in request.inputs.items()
     )
     outputs = tuple((name, request.classes.get(name), place) for name, place in wanted.items())
     own = b""
@@ -281,7 +281,7 @@ def _read_tensors(
         what = f"{kind} {name!r}"
         if name in arrays:
             raise ProtocolError(f"{what} comes twice")
-        datatype = datatype_named(tensor.datatype, what)
+        datatype = known_to_oip(datatype_named(tensor.datatype, what), what)
         shape = tuple(tensor.shape)
         if name in places:
             assert read is not None
@@ -440,7 +440,7 @@ def format_infer(
     message = pb.ModelInferResponse(model_name=answer.model, model_version=answer.version, id=answer.id)
     sent: list[Array] = []
     for name, array in answer.outputs.items():
-        tensor = message.outputs.add(name=name, datatype=datatype_of(array), shape=array.shape)
+        tensor = message.outputs.add(name=name, datatype=oip_datatype(name, array), shape=array.shape)
         if places and name in places:
             assert write is not None
             region, place = put_in_region(name, array, places[name], write)

@@ -16,12 +16,14 @@ from typing import Any, NamedTuple
 from ..errors import InvalidInputError, ProtocolError, ServerError
 from ..request import Request
 from ..result import Answer
-from ..tensors import Array, ModelMetadata, ShapeError, datatype_of, from_raw, to_raw
+from ..tensors import PRECISION, Array, ModelMetadata, ShapeError, from_raw, to_raw
 from . import Buffer, Shared, WireRequest, WireResponse
 from .documents import (
     check_answer,
     in_order,
+    known_to_oip,
     least,
+    oip_datatype,
     read_count,
     read_specs,
     read_versions,
@@ -215,7 +217,7 @@ def _is_kserve_since(major: int, minor: int, told: Mapping[str, Any]) -> bool:
 
 
 def _describe(name: str, array: Array) -> dict[str, Any]:
-    return {"name": name, "shape": list(array.shape), "datatype": datatype_of(array)}
+    return {"name": name, "shape": list(array.shape), "datatype": oip_datatype(name, array)}
 
 
 def _write_tensor(name: str, array: Array, *, binary: bool, what: str) -> tuple[dict[str, Any], list[Buffer]]:
@@ -225,7 +227,7 @@ def _write_tensor(name: str, array: Array, *, binary: bool, what: str) -> tuple[
         raw = to_raw(array)
         tensor["parameters"] = {"binary_data_size": len(raw)}
         return tensor, [raw] if len(raw) else []
-    if datatype in ("FP16", "BF16"):
+    if datatype in PRECISION and datatype not in ("FP32", "FP64"):
         raise InvalidInputError(
             f"{what} {name!r} is {datatype}, which has no JSON form in the Open Inference Protocol; "
             "use binary data"
@@ -274,7 +276,7 @@ def _read_tensors(
         what = f"{kind} {name!r}"
         if name in tensors:
             raise ProtocolError(f"{what} comes twice")
-        datatype = datatype_named(item.get("datatype"), what)
+        datatype = known_to_oip(datatype_named(item.get("datatype"), what), what)
         shape = shape_of(item.get("shape"), what)
         if name in places:
             assert read is not None

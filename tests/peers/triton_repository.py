@@ -10,7 +10,7 @@ from pathlib import Path
 from tests.models import IDENTITY_TYPES
 
 _SCRIPTS = Path(__file__).parent / "triton_models"
-DATATYPES = tuple(IDENTITY_TYPES)
+DATATYPES = tuple(name for name in IDENTITY_TYPES if not name.startswith("FP8"))  # which Triton lacks
 
 # name: (script, inputs, outputs, further configuration). A tensor is (name, datatype, dims).
 Tensor = tuple[str, str, list[int]]

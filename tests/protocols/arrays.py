@@ -5,7 +5,13 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import strategies as st
 
-from mcp_client.tensors import DATATYPES, Array, dtype_of, from_raw, to_raw
+from mcp_client.tensors import DATATYPES, FOUR_BITS, PRECISION, Array, dtype_of, from_raw, limits, to_raw
+
+OIP_DATATYPES = tuple(name for name in DATATYPES if name not in FOUR_BITS)
+# Of those with a form in the protocol's JSON; BYTES have one where they are UTF-8.
+OIP_JSON_DATATYPES = tuple(
+    name for name in OIP_DATATYPES if name in {"FP32", "FP64"} or (name not in PRECISION and name != "BYTES")
+)
 
 SHAPES = st.one_of(
     st.sampled_from([(), (0,), (0, 3), (3, 0, 2), (1,), (1, 1, 1)]),
@@ -25,6 +31,10 @@ def tensors(draw: st.DrawFn, datatypes: tuple[str, ...] = DATATYPES) -> Array:
         array = np.empty(size, dtype=object)
         array[:] = items
         return array.reshape(shape)
+    if datatype in FOUR_BITS:
+        low, high = limits(datatype)
+        values = draw(st.lists(st.integers(low, high), min_size=size, max_size=size))
+        return np.array(values, np.int8).astype(dtype_of(datatype)).reshape(shape)
     width = dtype_of(datatype).itemsize * size
     raw = draw(st.binary(min_size=width, max_size=width))
     if datatype == "BOOL":

@@ -20,15 +20,16 @@ from mcp_client.errors import (
 from mcp_client.management import IndexEntry
 from mcp_client.protocols import WireRequest, WireResponse, management_http, mcp_v1, oip_http
 from mcp_client.protocols.mcp_v1 import McpV1Codec
+from mcp_client.protocols.oip_grpc import OipGrpcCodec
 from mcp_client.protocols.oip_http import OipHttpCodec
 from mcp_client.request import Request
 from mcp_client.result import Answer
-from mcp_client.tensors import DATATYPES, Array, ModelMetadata, TensorSpec
-from tests.protocols.arrays import same_bits, same_numbers, tensors
+from mcp_client.tensors import Array, ModelMetadata, TensorSpec
+from tests.protocols.arrays import OIP_DATATYPES, OIP_JSON_DATATYPES, same_bits, same_numbers, tensors
 
 NAMES = st.text(min_size=1, max_size=8).filter(lambda text: text.isprintable())
 INPUTS = st.dictionaries(NAMES, tensors(), min_size=1, max_size=3)
-JSON_DATATYPES = tuple(name for name in DATATYPES if name not in ("FP16", "BF16", "BYTES"))
+OIP_INPUTS = st.dictionaries(NAMES, tensors(OIP_DATATYPES), min_size=1, max_size=3)
 
 
 def lower(headers: Any) -> dict[str, str]:
@@ -65,14 +66,14 @@ def test_mcp_inputs_arrive_exactly(inputs: dict[str, Array]) -> None:
     assert all(same_numbers(arrived.inputs[name], array) for name, array in inputs.items())
 
 
-@given(INPUTS)
+@given(OIP_INPUTS)
 def test_oip_inputs_arrive_with_every_bit(inputs: dict[str, Array]) -> None:
     arrived = oip_arrives(OipHttpCodec().infer(Request("m", inputs), None))
     assert arrived.request.inputs.keys() == inputs.keys()
     assert all(same_bits(arrived.request.inputs[name], array) for name, array in inputs.items())
 
 
-@given(st.dictionaries(NAMES, tensors(JSON_DATATYPES), min_size=1, max_size=3))
+@given(st.dictionaries(NAMES, tensors(OIP_JSON_DATATYPES), min_size=1, max_size=3))
 def test_oip_inputs_arrive_exactly_as_json(inputs: dict[str, Array]) -> None:
     wire = OipHttpCodec(binary=False).infer(Request("m", inputs), None)
     assert "Inference-Header-Content-Length" not in wire.headers
@@ -88,7 +89,7 @@ def test_mcp_outputs_come_back_exactly(outputs: dict[str, Array]) -> None:
     assert all(same_numbers(answer.outputs[name], array) for name, array in outputs.items())
 
 
-@given(INPUTS, st.data())
+@given(OIP_INPUTS, st.data())
 def test_oip_outputs_come_back_with_every_bit_in_any_order_asked_for(
     outputs: dict[str, Array], data: st.DataObject
 ) -> None:
@@ -127,8 +128,46 @@ def test_the_first_binary_tensor_of_an_answer_is_used_where_it_lies() -> None:
     assert np.shares_memory(answer.outputs["y"], np.frombuffer(body, np.uint8))
 
 
-@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
-def test_fp16_and_bf16_have_no_oip_json_form(dtype: Any) -> None:
+@pytest.mark.parametrize("dtype", [ml_dtypes.int4, ml_dtypes.uint4])
+def test_four_bits_have_no_oip_form(dtype: Any) -> None:
+    array = np.array([1, 7], dtype)
+    request = Request("m", {"x": array})
+    for codec in (OipHttpCodec(), OipHttpCodec(binary=False), OipGrpcCodec()):
+        with pytest.raises(InvalidInputError, match=r"array\.astype\(np\.u?int8\).*protocol='mcp'"):
+            codec.infer(request, None)
+    header = b'{"inputs":[{"name":"x","shape":[2],"datatype":"INT4","data":[1,7]}]}'
+    with pytest.raises(RequestRejectedError, match="no form for INT4"):
+        oip_http.parse_infer(header, {}, model="m", version="")
+    assert same_bits(mcp_arrives(McpV1Codec().infer(request, None)).inputs["x"], array)
+
+
+@pytest.mark.parametrize("value", ["8", "-9", "1.5", "true", '"1"', "null"])
+def test_values_that_are_no_int4(value: str) -> None:
+    body = f'{{"inputs":{{"x":{{"shape":[1],"datatype":"INT4","data":[{value}]}}}}}}'.encode()
+    with pytest.raises(RequestRejectedError, match="INT4"):
+        mcp_v1.parse_infer(body, {})
+
+
+@pytest.mark.parametrize("datatype", ["FP8E4M3FN", "FP8E4M3FNUZ", "FP8E5M2", "FP8E5M2FNUZ"])
+def test_numbers_beyond_fp8_are_an_error_though_it_has_no_infinity(datatype: str) -> None:
+    def read(value: str) -> Array:
+        body = f'{{"inputs":{{"x":{{"shape":[1],"datatype":"{datatype}","data":[{value}]}}}}}}'.encode()
+        return mcp_v1.parse_infer(body, {}).request.inputs["x"]
+
+    with pytest.raises(RequestRejectedError, match=f"beyond the range of {datatype}"):
+        read("1e9")
+    assert np.isnan(read('"NaN"').astype(np.float32))[0]
+    if datatype == "FP8E5M2":
+        assert np.isinf(read('"Infinity"').astype(np.float32))[0]
+    else:
+        with pytest.raises(RequestRejectedError, match="beyond the range"):
+            read('"Infinity"')
+
+
+@pytest.mark.parametrize(
+    "dtype", [np.float16, ml_dtypes.bfloat16, ml_dtypes.float8_e5m2, ml_dtypes.float8_e4m3fn]
+)
+def test_small_floats_have_no_oip_json_form(dtype: Any) -> None:
     request = Request("m", {"x": np.array([1.0], dtype)})
     with pytest.raises(InvalidInputError, match="no JSON form in the Open Inference Protocol; use binary"):
         OipHttpCodec(binary=False).infer(request, None)

@@ -21,7 +21,7 @@ from mcp_client.protocols.oip_grpc import OipGrpcCodec
 from mcp_client.request import Request
 from mcp_client.result import Answer
 from mcp_client.tensors import Array, ModelMetadata, TensorSpec, datatype_of, from_raw
-from tests.protocols.arrays import same_bits, tensors
+from tests.protocols.arrays import OIP_DATATYPES, same_bits, tensors
 from tests.protocols.mutations import mutated
 
 CODEC = OipGrpcCodec()
@@ -120,7 +120,7 @@ def _without_json_names(message: Any) -> None:
 
 
 @given(
-    st.dictionaries(NAMES, tensors(), min_size=1, max_size=3),
+    st.dictionaries(NAMES, tensors(OIP_DATATYPES), min_size=1, max_size=3),
     PARAMETERS,
     st.lists(NAMES, max_size=2, unique=True),
     st.one_of(st.none(), st.integers(0, 2**63)),
@@ -145,7 +145,7 @@ def test_a_request_arrives_as_it_was_sent(
     }
 
 
-@given(st.dictionaries(NAMES, tensors(), max_size=3))
+@given(st.dictionaries(NAMES, tensors(OIP_DATATYPES), max_size=3))
 def test_an_answer_arrives_as_it_was_given(outputs: dict[str, Array]) -> None:
     came = answered(Answer.of(outputs, model="m", version="2", id="r"), Request("m", {}, id="r"))
     assert (came.model, came.version) == ("m", "2")
@@ -156,7 +156,7 @@ def test_an_answer_arrives_as_it_was_given(outputs: dict[str, Array]) -> None:
         assert came.outputs[name].flags.aligned
 
 
-@given(st.dictionaries(NAMES, tensors(), min_size=1, max_size=3))
+@given(st.dictionaries(NAMES, tensors(OIP_DATATYPES), min_size=1, max_size=3))
 def test_protobuf_reads_what_is_written_without_it(inputs: dict[str, Array]) -> None:
     message = pb.ModelInferRequest.FromString(joined(CODEC.infer(Request("m", inputs), None).body))
     assert len(message.raw_input_contents) == len(inputs)

@@ -23,7 +23,7 @@ from mcp_client.request import Request
 from mcp_client.result import Answer
 from stub_server import StubServer
 from tests import models
-from tests.protocols.arrays import same_bits
+from tests.protocols.arrays import OIP_JSON_DATATYPES, same_bits
 from tests.protocols.mutations import mutated
 
 X = np.array([[0.1, 0.9, 0.4]], np.float32)
@@ -111,7 +111,7 @@ def test_every_datatype_through_every_form(
     http: httpx.Client, server: StubServer, datatype: str, rows: int
 ) -> None:
     codecs: list[Any] = [McpV1Codec(), OipHttpCodec()]
-    if datatype not in ("FP16", "BF16"):
+    if datatype in (*OIP_JSON_DATATYPES, "BYTES"):
         codecs.append(OipHttpCodec(binary=False))
     array = _sample(datatype, rows)
     for codec in codecs:
@@ -130,7 +130,7 @@ def _sample(datatype: str, rows: int) -> Any:
     elif dtype.kind in "iu":
         row = [np.iinfo(dtype).min, np.iinfo(dtype).max, 7]
     else:
-        row = [-0.0, 1.5, np.inf]
+        row = [-0.0, 1.5, 96.0 if datatype.startswith("FP8") else np.inf]
     return np.array([row] * rows, dtype).reshape(rows, 3)
 
 
