@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from .edge.runtime import EdgeRuntime
     from .edge.sync import SyncReport
     from .prefetch.prefetcher import FetchProfile
+    from .prefetch.profile import Profile
     from .telemetry.uploader import TelemetryPipe
 
 _PROTOCOLS = ("auto", "mcp", "oip")
@@ -112,7 +113,7 @@ class BaseClient(ABC):
         self._telemetry: TelemetryPipe | None = None
         fetch_profile: FetchProfile | None = None
         if config is not None:
-            self._telemetry, fetch_profile = _profile_api(config)
+            self._telemetry, fetch_profile = _profile_api(config, self)
         self._prefetcher: Prefetcher | None = None
         self._cache = open_cache(cache, _credentials(self._headers, api_key)) if cache is not None else None
         if prefetch is not None and self._cache is not None:
@@ -571,11 +572,20 @@ def _observer(hooks: Callable[[Notice], None] | None, otel: bool) -> Observer | 
     return Observer(hooks, OpenTelemetry())
 
 
-def _profile_api(config: Telemetry) -> tuple[TelemetryPipe, FetchProfile]:
-    from .telemetry.api import ProfileAPI  # late: most of what it imports, SQLite included, is for it alone
-    from .telemetry.uploader import TelemetryPipe
+def _profile_api(config: Telemetry, client: BaseClient) -> tuple[TelemetryPipe, FetchProfile | None]:
+    from .telemetry.fleet import connect  # late: most of what it imports, SQLite included, is for it alone
 
-    return TelemetryPipe(config), ProfileAPI(config.url, config.api_key).profile
+    told = weakref.ref(client)  # a thread that watches must not keep a client that nobody holds
+
+    def on_profile(profile: Profile) -> None:
+        if (one := told()) is not None and one._prefetcher is not None:
+            one._prefetcher.load(profile)
+
+    def on_policy(policy: TTLPolicy) -> None:
+        if (one := told()) is not None:
+            one.ttl_policy = policy
+
+    return connect(config, on_profile, on_policy)
 
 
 def _edge_runtime(settings: Edge) -> EdgeRuntime:

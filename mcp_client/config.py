@@ -196,13 +196,18 @@ class TLS:
 
 @dataclass(frozen=True, slots=True)
 class Telemetry:
-    """Where events go (a Profile API) and how. No tensor data is ever sent; session ids are hashed before they are stored.
+    """Where events go (a Profile API) and how; the fleet's profile and TTL policy come from there.
+
+    No tensor data is ever sent; session ids are hashed before they are stored.
 
     ``interval_s``: between uploads. ``spool_dir``: where events wait (default: ``telemetry`` in the state folder); the spool
     there is one per ``url``, for all processes, so two applications with API keys of their own on one machine need a folder each.
     ``max_spool_bytes``: on disk at most, the oldest events go first. ``max_batch``: events per request. ``sample``: the share of
     sessions that is reported, each as a whole. ``redact``: sees every event as it would leave the machine (a dict, session
     already hashed) and returns it changed, or ``None`` to drop it.
+
+    With ``grpc://host:port`` profiles and TTL policies are pushed as they change (extra ``grpc``); over HTTP the prefetcher asks
+    every 10 minutes. ``http_url``: the same Profile API over HTTP, for where gRPC does not get through or is not installed.
     """
 
     url: str
@@ -213,14 +218,19 @@ class Telemetry:
     max_batch: int = 5000
     sample: float = 1.0
     redact: Callable[[dict[str, Any]], dict[str, Any] | None] | None = None
+    http_url: str | None = None
 
     def __post_init__(self) -> None:
         _positive(self, "interval_s", "max_spool_bytes", "max_batch")
         if not 0 <= self.sample <= 1:
             raise ConfigurationError(f"Telemetry(sample=…) is a share between 0 and 1; got {self.sample!r}")
-        if not self.url.startswith(("http://", "https://")):
+        if not self.url.startswith(("http://", "https://", "grpc://", "grpcs://")):
             raise ConfigurationError(
-                f"Telemetry(url=…) must start with http:// or https://; got {self.url!r}"
+                f"Telemetry(url=…) must start with http://, https://, grpc:// or grpcs://; got {self.url!r}"
+            )
+        if self.http_url is not None and not self.http_url.startswith(("http://", "https://")):
+            raise ConfigurationError(
+                f"Telemetry(http_url=…) must start with http:// or https://; got {self.http_url!r}"
             )
 
     def __repr__(self) -> str:  # a repr ends up in logs: no key in it

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import re
 import secrets
 import time
@@ -13,7 +12,7 @@ from typing import Annotated, Any
 import orjson
 from fastapi import FastAPI, Header, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, Histogram, generate_latest
 from sqlalchemy.exc import OperationalError
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
@@ -22,7 +21,8 @@ from starlette.middleware.gzip import GZipMiddleware
 from .access import Access
 from .errors import APIError
 from .ingest import MAX_BODY_BYTES, parse, too_large, unpack
-from .limits import RateLimit
+from .intake import Intake
+from .policies import current, put
 from .service import DEFAULT_PROFILE_BYTES, MAX_PROFILE_BYTES, Profiles
 from .store import Store
 
@@ -53,13 +53,39 @@ _BATCH_SCHEMA = {
 }
 
 
-def create_app(store: Store, profiles: Profiles, access: Access, limit: RateLimit) -> FastAPI:
-    """The application; ``access`` decides who may use it, ``limit`` how fast events may come."""
+_SECONDS = {"type": "number", "minimum": 0}
+_POLICY_SCHEMA = {
+    "required": True,
+    "content": {
+        "application/json": {
+            "schema": {
+                "type": "object",
+                "properties": {
+                    "rules": {
+                        "type": "array",
+                        "items": {
+                            "type": "object",
+                            "required": ["prefix", "ttl_s"],
+                            "properties": {
+                                "prefix": {"type": "string"},
+                                "ttl_s": _SECONDS,
+                                "max_ttl_s": _SECONDS,
+                            },
+                        },
+                    },
+                    "default_ttl_s": {"type": ["number", "null"], "minimum": 0},
+                },
+            }
+        }
+    },
+}
+
+
+def create_app(store: Store, profiles: Profiles, access: Access, intake: Intake) -> FastAPI:
+    """The application; ``access`` decides who may use it, ``intake`` takes events in."""
     app = FastAPI(title="MCP Profile API", version="1", docs_url=None, redoc_url=None)
     app.add_middleware(GZipMiddleware, minimum_size=1024, compresslevel=5)
-    registry = CollectorRegistry()
-    events = Counter("mcp_profile_events", "Events by what became of them", ["result"], registry=registry)
-    batches = Counter("mcp_profile_batches", "Batches taken in", registry=registry)
+    registry = intake.registry
     seconds = Histogram("mcp_profile_request_seconds", "Time to answer", ["route"], registry=registry)
 
     def allowed(request: Request, scope: str) -> int:
@@ -121,31 +147,14 @@ def create_app(store: Store, profiles: Profiles, access: Access, limit: RateLimi
     async def telemetry(request: Request) -> Response:
         """Take a batch of events in; a batch id seen before counts once."""
         app_id = await run_in_threadpool(allowed, request, "ingest")
-        # A browser sends a form or plain text to any address without asking; JSON it asks for first.
-        kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
-        if kind != "application/json":
-            raise APIError(
-                415, "unsupported_media_type", f"send Content-Type: application/json; got {kind!r}"
-            )
+        _require_json(request)
         body = await _body(request)
         encoding = request.headers.get("content-encoding", "")
 
         def take_in() -> tuple[int, int, list[tuple[int, str]]]:
-            batch = parse(unpack(body, encoding))
-            wait = limit.take(app_id, len(batch.rows))
-            if wait:
-                raise APIError(
-                    429,
-                    "too_many_events",
-                    f"events come faster than this server takes them; try again in {wait:.0f} s",
-                    headers={"Retry-After": str(math.ceil(wait))},
-                )
-            return store.ingest(app_id, batch)
+            return intake.take(app_id, parse(unpack(body, encoding)))
 
         accepted, duplicates, rejected = await run_in_threadpool(take_in)
-        batches.inc()
-        for result, n in (("accepted", accepted), ("duplicate", duplicates), ("rejected", len(rejected))):
-            events.labels(result).inc(n)
         answer: dict[str, Any] = {"accepted": accepted, "duplicates": duplicates}
         if rejected:
             answer["rejected"] = [{"index": index, "error": error} for index, error in rejected]
@@ -193,6 +202,23 @@ def create_app(store: Store, profiles: Profiles, access: Access, limit: RateLimi
         """Steps and the transitions between them: of one session (its hashed id), or of all."""
         return _json(profiles.graph(allowed(request, "read"), session, limit))
 
+    @app.get("/v1/ttl-policy")
+    def ttl_policy(request: Request, if_none_match: Annotated[str, Header()] = "") -> Response:
+        """How long answers are fresh, by model id; version 0 is none. 304 if it is what ``If-None-Match`` names."""
+        policy = current(store, allowed(request, "read"))
+        headers = {"ETag": f'"{policy["version"]}"', "Cache-Control": "no-cache"}
+        if _matches(if_none_match, headers["ETag"]):
+            return Response(status_code=304, headers=headers)
+        return Response(orjson.dumps(policy), media_type="application/json", headers=headers)
+
+    @app.put("/v1/ttl-policy", openapi_extra={"requestBody": _POLICY_SCHEMA})
+    async def put_ttl_policy(request: Request) -> Response:
+        """Put another TTL policy into force, for all clients that watch at once; it gets the next version."""
+        app_id = await run_in_threadpool(allowed, request, "admin")
+        _require_json(request)
+        body = await _body(request)
+        return _json(await run_in_threadpool(put, store, app_id, body))
+
     @app.get("/v1/stats")
     def stats(request: Request) -> Response:
         """Totals, by source and by hour, and where mining stands."""
@@ -232,6 +258,13 @@ async def _body(request: Request) -> bytes:
             raise too_large(f"the body has more than {MAX_BODY_BYTES} bytes")
         parts.append(part)
     return b"".join(parts)
+
+
+def _require_json(request: Request) -> None:
+    # A browser sends a form or plain text to any address without asking; JSON it asks for first.
+    kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
+    if kind != "application/json":
+        raise APIError(415, "unsupported_media_type", f"send Content-Type: application/json; got {kind!r}")
 
 
 def _json(data: Any, status: int = 200) -> Response:

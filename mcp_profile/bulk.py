@@ -54,7 +54,12 @@ def count(engine: Engine, app: int, order: int = 4, *, half_life_days: float = H
     )
     names = ", ".join(f"m{back}.move AS m{back}" for back in range(ROUTE_ORDER + 1))
     engine.table("moved", f"SELECT {names}, n FROM grams g {joins} WHERE g.s1 IS NOT NULL")
-    engine.table("transitions", " UNION ALL ".join(_transitions(engine, order)))
+    counted = " UNION ALL ".join(_transitions(order))
+    fits = f"{engine.octets}(context) + {engine.octets}(step) <= {MAX_KEY_BYTES}"
+    engine.table(
+        "transitions",
+        f"SELECT kind, context, step, SUM(n) AS n FROM ({counted}) AS counted WHERE {fits} GROUP BY kind, context, step",
+    )
 
 
 def rebuild(
@@ -146,31 +151,26 @@ def _count_numbers(engine: Engine, order: int) -> None:
     engine.table("grams", f"SELECT {texts}, g.n FROM numbers g {joins}")
 
 
-def _transitions(engine: Engine, order: int) -> Iterable[str]:
-    """Queries that together give (kind, context, step, n): from contexts of no step to those of ``order``."""
+def _transitions(order: int) -> Iterable[str]:
+    """Queries that together give (kind, context, step, n), not yet summed: from contexts of no step to those of ``order``."""
     paths = [f"split_part(s{back}, '{STEP_SEPARATOR}', 1)" for back in range(order + 1)]
     for length in range(order + 1):
-        yield _sum(engine, "path", paths[: length + 1], f"FROM grams WHERE s{max(length, 1)} IS NOT NULL")
+        yield _counted("path", paths[: length + 1], f"FROM grams WHERE s{max(length, 1)} IS NOT NULL")
         if 0 < length < order:
             began = f"FROM grams WHERE s{length} IS NOT NULL AND s{length + 1} IS NULL"
-            yield _sum(engine, "path", [*paths[: length + 1], _START], began)
+            yield _counted("path", [*paths[: length + 1], _START], began)
     for length in range(ROUTE_ORDER + 1):
         names = [f"m{back}" for back in range(length + 1)]
-        yield _sum(engine, "route", names, f"FROM moved WHERE m{length} IS NOT NULL")
+        yield _counted("route", names, f"FROM moved WHERE m{length} IS NOT NULL")
         if 0 < length < ROUTE_ORDER:
             began = f"FROM moved WHERE m{length} IS NOT NULL AND m{length + 1} IS NULL"
-            yield _sum(engine, "route", [*names, _START], began)
+            yield _counted("route", [*names, _START], began)
 
 
-def _sum(engine: Engine, kind: str, newest_first: list[str], source: str) -> str:
+def _counted(kind: str, newest_first: list[str], source: str) -> str:
     step, *before = newest_first
     context = f" || '{SEPARATOR}' || ".join(reversed(before)) or "''"
-    size = f"{engine.octets}({context}) + {engine.octets}({step})"
-    groups = f"{context}, {step}" if before else step
-    return (
-        f"SELECT '{kind}' AS kind, {context} AS context, {step} AS step, SUM(n) AS n {source} "
-        f"AND {size} <= {MAX_KEY_BYTES} GROUP BY {groups}"
-    )
+    return f"SELECT '{kind}' AS kind, {context} AS context, {step} AS step, n {source}"
 
 
 def _sums(app: int) -> str:

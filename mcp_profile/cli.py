@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gzip
+import json
 import os
 import sys
 from collections.abc import Iterator
@@ -44,6 +45,12 @@ def serve(
         str, typer.Option(help="Address to serve; one that is not loopback needs a key.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 takes a free port.", min=0, max=65535)] = 8090,
+    grpc_port: Annotated[
+        int | None,
+        typer.Option(
+            help="Serve gRPC, too (extra grpc); 0 takes a free port.", min=0, max=65535, show_default=False
+        ),
+    ] = None,
     db: Database = "",
     api_key: Annotated[
         str,
@@ -53,27 +60,59 @@ def serve(
     log_level: Annotated[str, typer.Option(help="critical, error, warning, info or debug.")] = "info",
 ) -> None:
     """Serve the Profile API until Ctrl-C."""
-    from .server import build, database_url, listen
+    from .server import Server, database_url, listen
 
     url = database_url(db or _default_db())
     try:
-        server, store = build(
-            url, host, api_key or None, log_level=log_level, max_events_per_s=max_events_per_s
-        )
-        listener = listen(host, port)
+        with contextlib.ExitStack() as undo:
+            listener = undo.enter_context(listen(host, port))
+            server = Server(
+                url,
+                host,
+                api_key or None,
+                log_level=log_level,
+                max_events_per_s=max_events_per_s,
+                grpc_port=grpc_port,
+            )
+            undo.pop_all()  # both are there: the listener is the server's to close
     except (ValueError, OSError) as error:
-        typer.echo(f"mcp-profile: {error}", err=True)
-        raise typer.Exit(2) from None
+        _refuse(str(error))
     typer.echo(
-        f"Profile API on http://{host}:{listener.getsockname()[1]}  ({store.url.render_as_string()})",
+        f"Profile API on http://{host}:{listener.getsockname()[1]}  ({server.store.url.render_as_string()})"
+        + (f", gRPC on {host}:{server.grpc_port}" if server.grpc_port else ""),
         err=True,
     )
     try:
-        server.run(sockets=[listener])
+        server.run([listener])
     except KeyboardInterrupt:  # uvicorn has stopped in order and raises the signal again
         pass
     finally:
-        store.close()
+        server.close()
+
+
+@app.command()
+def policy(
+    file: Annotated[
+        Path | None,
+        typer.Argument(help="JSON of the policy to put in force; - is stdin; without it: show it."),
+    ] = None,
+    db: Database = "",
+    application: Application = "default",
+) -> None:
+    """Show or change the TTL policy; clients that watch have it within seconds."""
+    from .errors import APIError
+    from .policies import current, put
+
+    with _store(db) as store:
+        app_id = _application(store, application)
+        try:
+            if file is None:
+                shown = current(store, app_id)
+            else:
+                shown = put(store, app_id, sys.stdin.buffer.read() if str(file) == "-" else file.read_bytes())
+        except (APIError, OSError) as error:
+            _refuse(str(error))
+    typer.echo(json.dumps(shown))
 
 
 @app.command()

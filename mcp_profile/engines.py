@@ -119,7 +119,7 @@ class Spark:
 
     def table(self, name: str, query: str) -> None:
         self.session.catalog.dropTempView(name)
-        self.session.sql(f"CACHE TABLE {name} AS {query}")
+        self.session.sql(f"CACHE LAZY TABLE {name} AS {query}")
 
     def texts(self, name: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
         schema = ", ".join(f"{column} STRING" for column in columns)

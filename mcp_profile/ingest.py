@@ -118,7 +118,11 @@ def _unzstd(body: bytes) -> bytes:
 
 def parse(body: bytes) -> Batch:
     """Check a batch. 400 or 422 if it is none at all; a bad event only loses itself."""
-    data = _json(body)
+    return check(_json(body))
+
+
+def check(data: Any) -> Batch:
+    """Check a batch that is taken apart already. 422 if it is none at all; a bad event only loses itself."""
     if not isinstance(data, dict):
         raise APIError(
             422,

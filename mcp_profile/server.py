@@ -11,15 +11,19 @@ import time
 import weakref
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import uvicorn
 
 from .access import Access
 from .app import create_app
+from .intake import Intake
 from .limits import RateLimit
 from .service import Profiles
 from .store import Store
+
+if TYPE_CHECKING:
+    from .grpc_service import GrpcServer
 
 _START_S = 10.0
 
@@ -33,7 +37,7 @@ class ProfileServer:
     ``db``: a SQLAlchemy URL or the path of an SQLite file; ``None`` is a temporary file, gone when the server
     is closed. ``port`` 0 takes a free one, and ``start()`` after ``stop()`` takes the same one again.
     ``api_key``: asked of every caller; needed, here or in the database, on an address that is not loopback.
-    ``max_events_per_s``: what each application may send; 0 is no limit.
+    ``max_events_per_s``: what each application may send; 0 is no limit. ``grpc_port``: serves gRPC, too; 0 takes a free one.
     """
 
     def __init__(
@@ -44,9 +48,11 @@ class ProfileServer:
         host: str = "127.0.0.1",
         api_key: str | None = None,
         max_events_per_s: float = 0,
+        grpc_port: int | None = None,
     ) -> None:
         self.host = host
         self.port = port
+        self.grpc_port = grpc_port
         self._remove: weakref.finalize[[str, bool], ProfileServer] | None = None
         if db is None:
             folder = tempfile.mkdtemp(prefix="mcp-profile-")
@@ -56,9 +62,8 @@ class ProfileServer:
         self._db = database_url(db)
         self._api_key = api_key
         self._max_events_per_s = max_events_per_s
-        self._server: uvicorn.Server | None = None
+        self._server: Server | None = None
         self._thread: threading.Thread | None = None
-        self._store: Store | None = None
 
     @property
     def url(self) -> str:
@@ -66,11 +71,16 @@ class ProfileServer:
         return f"http://{host}:{self.port}"
 
     @property
+    def grpc_url(self) -> str:
+        """For ``Telemetry(grpc_url, http_url=url)``; only with ``grpc_port``."""
+        return f"{self.url.replace('http', 'grpc', 1).rpartition(':')[0]}:{self.grpc_port}"
+
+    @property
     def store(self) -> Store:
         """The database of a server that runs."""
-        if self._store is None:
+        if self._server is None:
             raise RuntimeError("the Profile API is not running; call start()")
-        return self._store
+        return self._server.store
 
     def start(self) -> Self:
         """Open the database and answer requests; returns when it does."""
@@ -79,8 +89,12 @@ class ProfileServer:
         listener = listen(self.host, self.port)
         self.port = listener.getsockname()[1]
         try:
-            self._server, self._store = build(
-                self._db, self.host, self._api_key, max_events_per_s=self._max_events_per_s
+            self._server = Server(
+                self._db,
+                self.host,
+                self._api_key,
+                max_events_per_s=self._max_events_per_s,
+                grpc_port=self.grpc_port,
             )
         except BaseException:
             listener.close()
@@ -89,6 +103,7 @@ class ProfileServer:
             target=self._server.run, args=([listener],), name="mcp-profile", daemon=True
         )
         self._thread.start()
+        self.grpc_port = self._server.grpc_port
         deadline = time.monotonic() + _START_S
         while not self._server.started:
             if not self._thread.is_alive() or time.monotonic() > deadline:
@@ -99,12 +114,12 @@ class ProfileServer:
 
     def stop(self) -> None:
         """Stop answering; the database stays. Idempotent."""
-        server, thread, store = self._server, self._thread, self._store
-        self._server = self._thread = self._store = None
-        if server is not None and thread is not None and store is not None:
-            server.should_exit = True
+        server, thread = self._server, self._thread
+        self._server = self._thread = None
+        if server is not None and thread is not None:
+            server.stop()
             thread.join(_START_S)
-            store.close()
+            server.close()
 
     def close(self) -> None:
         """Stop for good; a temporary database is deleted."""
@@ -121,29 +136,69 @@ class ProfileServer:
         self.close()
 
 
-def build(
-    db: str, host: str, api_key: str | None, *, log_level: str = "warning", max_events_per_s: float = 0
-) -> tuple[uvicorn.Server, Store]:
-    """A server that is ready to run on a listening socket.
+class Server:
+    """The database, and HTTP and gRPC in front of it, ready to run. ``ValueError`` if it would be open to the network."""
 
-    ``ValueError`` if it would be open to the network.
-    """
-    store = Store(db)
-    access = Access(store, master=api_key)
-    if not is_loopback(host) and access.is_open():
-        store.close()
-        raise ValueError(
-            f"refusing to serve {host} without a key: anybody who can reach it could read and write. "
-            "Make one with `mcp-profile keys create`, set MCP_PROFILE_API_KEY, or serve 127.0.0.1"
+    def __init__(
+        self,
+        db: str,
+        host: str,
+        api_key: str | None,
+        *,
+        log_level: str = "warning",
+        max_events_per_s: float = 0,
+        grpc_port: int | None = None,
+    ) -> None:
+        self.store = Store(db)
+        access = Access(self.store, master=api_key)
+        if not is_loopback(host) and access.is_open():
+            self.store.close()
+            raise ValueError(
+                f"refusing to serve {host} without a key: anybody who can reach it could read and write. "
+                "Make one with `mcp-profile keys create`, set MCP_PROFILE_API_KEY, or serve 127.0.0.1"
+            )
+        profiles = Profiles(self.store)
+        intake = Intake(self.store, RateLimit(max_events_per_s))
+        self._http = uvicorn.Server(
+            uvicorn.Config(
+                create_app(self.store, profiles, access, intake),
+                log_level=log_level,
+                lifespan="off",
+                server_header=False,
+                timeout_graceful_shutdown=2,
+            )
         )
-    config = uvicorn.Config(
-        create_app(store, Profiles(store), access, RateLimit(max_events_per_s)),
-        log_level=log_level,
-        lifespan="off",
-        server_header=False,
-        timeout_graceful_shutdown=2,
-    )
-    return uvicorn.Server(config), store
+        self._grpc: GrpcServer | None = None
+        if grpc_port is not None:
+            try:
+                from .grpc_service import GrpcServer
+
+                self._grpc = GrpcServer(host, grpc_port, self.store, profiles, access, intake)
+                self._grpc.start()
+            except BaseException:
+                self.store.close()
+                raise
+
+    @property
+    def grpc_port(self) -> int | None:
+        return self._grpc.port if self._grpc is not None else None
+
+    @property
+    def started(self) -> bool:
+        return self._http.started
+
+    def run(self, sockets: list[socket.socket]) -> None:
+        """Answer until ``stop`` or, in the main thread, a signal."""
+        self._http.run(sockets=sockets)
+
+    def stop(self) -> None:
+        self._http.should_exit = True
+
+    def close(self) -> None:
+        """After ``run`` has returned."""
+        if self._grpc is not None:
+            self._grpc.stop()
+        self.store.close()
 
 
 def listen(host: str, port: int) -> socket.socket:

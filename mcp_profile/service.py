@@ -68,7 +68,7 @@ class Profiles:
         self._monotonic = monotonic
         self._lock = threading.Lock()  # guards what follows
         self._rest_until: dict[int, float] = {}
-        self._cache: dict[tuple[int, int], tuple[int, Rendered]] = {}
+        self._cache: dict[tuple[int, int], tuple[tuple[Any, ...], Rendered]] = {}
 
     def mine(self, app: int, *, within_s: float = math.inf) -> int:
         """Count what is new now; how many events that were."""
@@ -83,14 +83,18 @@ class Profiles:
         """The profile, at most ``max_bytes`` of JSON."""
         with self._lock:
             self._keep_up(app)
-            watermark = self._miner.watermark(app)
+            state = self.state(app)
             cached = self._cache.get((app, max_bytes))
-            if cached is None or cached[0] != watermark:
+            if cached is None or cached[0] != state:
                 with self._store.read() as db:
                     profile = build(
-                        db, app, version=str(watermark), order=self._miner.order, max_bytes=max_bytes
+                        db,
+                        app,
+                        version=str(state[0] if state else 0),
+                        order=self._miner.order,
+                        max_bytes=max_bytes,
                     )
-                cached = (watermark, Rendered(profile))
+                cached = (state, Rendered(profile))
                 self._cache[app, max_bytes] = cached
                 while len(self._cache) > 64:
                     self._cache.pop(next(iter(self._cache)))
@@ -142,6 +146,20 @@ class Profiles:
         ]
         return graph
 
+    def state(self, app: int) -> tuple[Any, ...]:
+        """Something that differs once what is learned does."""
+        with self._store.read() as db:
+            row = db.execute(
+                sa.select(mined.c.watermark, mined.c.mined_at, mined.c.half_life_days).where(
+                    mined.c.app == app
+                )
+            ).first()
+        return tuple(row) if row else ()
+
+    def behind(self, app: int) -> bool:
+        """Whether there are events that are not mined yet."""
+        return self._store.last_event(app) > self._miner.watermark(app)
+
     def status(self, app: int) -> dict[str, Any]:
         """Where mining stands: its last event, steps and visits counted, and how many events wait."""
         with self._store.read() as db:
@@ -160,9 +178,7 @@ class Profiles:
 
     def _keep_up(self, app: int) -> None:
         """Mine if there is something new and the last time is long enough ago. Call with the lock held."""
-        if self._monotonic() >= self._rest_until.get(app, 0.0) and self._store.last_event(
-            app
-        ) > self._miner.watermark(app):
+        if self._monotonic() >= self._rest_until.get(app, 0.0) and self.behind(app):
             self.mine(app, within_s=_WITHIN_S)
 
 

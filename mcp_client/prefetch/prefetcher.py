@@ -201,6 +201,10 @@ class Prefetcher:
         asked = error.retry_after_s if isinstance(error, ServerError) else None
         self._scheduler.back_off(asked or _BACK_OFF_S, self._clock())
 
+    def load(self, profile: Profile) -> None:
+        """Predict from what the fleet has learned, too, from now on. For any thread."""
+        self._predictor.load(profile)
+
     # --- routes ---
 
     def add_route(self, template: str, builder: Callable[..., Any], **target: Any) -> None:

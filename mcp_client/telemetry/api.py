@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import orjson
 
@@ -21,6 +21,7 @@ from ..errors import (
     ConnectionFailedError,
     DeadlineExceededError,
     MCPError,
+    MissingExtraError,
     ProtocolError,
     RequestRejectedError,
     ServerError,
@@ -30,7 +31,10 @@ from .spool import Batch, Spool
 if TYPE_CHECKING:
     import httpx2 as httpx
 
+    from ..cache.ttl import TTLPolicy
+    from ..config import Telemetry
     from ..prefetch.profile import Profile
+    from .grpc_api import GrpcProfileAPI
 
 log = logging.getLogger("mcp_client.telemetry")
 
@@ -99,6 +103,20 @@ class ProfileAPI:
             return None, etag or ""
         return Profile.from_json(response.content), response.headers.get("etag", "")
 
+    def ttl_policy(self, version: int = 0, *, timeout_s: float | None = None) -> TTLPolicy | None:
+        """The TTL policy in force; ``None`` if there is none, or none but that of ``version``."""
+        from ..cache.ttl import TTLPolicy
+
+        headers = {"If-None-Match": f'"{version}"'}
+        response = self._send("GET", "/v1/ttl-policy", headers, None, timeout_s)
+        if response.status_code == 304:
+            return None
+        try:
+            policy = TTLPolicy.parse(orjson.loads(response.content))
+        except orjson.JSONDecodeError as error:
+            raise ProtocolError(f"not a TTL policy: {error}") from error
+        return policy if policy.version else None
+
     def close(self) -> None:
         http, self._http = self._http, None
         if http is not None and self._pid == os.getpid():
@@ -164,8 +182,30 @@ class Counts:
     batches: int = 0
 
 
+class Reporter(Protocol):
+    """What takes batches: ``ProfileAPI`` or ``GrpcProfileAPI``."""
+
+    def report_json(self, body: bytes, *, timeout_s: float | None = None) -> Report: ...
+    def close(self) -> None: ...
+
+
+def open_api(config: Telemetry) -> ProfileAPI | GrpcProfileAPI:
+    """The Profile API that ``config`` names, over the protocol of its URL."""
+    if not config.url.startswith(("grpc://", "grpcs://")):
+        return ProfileAPI(config.url, config.api_key)
+    http = ProfileAPI(config.http_url, config.api_key) if config.http_url else None
+    try:
+        from .grpc_api import GrpcProfileAPI
+    except MissingExtraError as error:
+        if http is None:
+            raise
+        log.warning("%s; %s is used instead", error, config.http_url)
+        return http
+    return GrpcProfileAPI(config.url, config.api_key, http=http)
+
+
 def deliver(
-    api: ProfileAPI,
+    api: Reporter,
     spool: Spool,
     counts: Counts,
     *,

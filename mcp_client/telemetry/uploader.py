@@ -20,17 +20,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from blake3 import blake3
 
 from ..config import Telemetry, state_dir
 from ..errors import AuthenticationError, MCPError, ServerError
-from .api import Counts, ProfileAPI, deliver
+from .api import Counts, Reporter, deliver, open_api
 from .events import MAX_EVENT_BYTES, Encoder, Raw
 from .install import KEY_BYTES, install_key
 from .spool import FORMAT, Spool
 
-__all__ = ["ProfileAPI", "TelemetryPipe", "TelemetryStats"]
+if TYPE_CHECKING:
+    from .watch import Watcher
+
+__all__ = ["TelemetryPipe", "TelemetryStats"]
 
 log = logging.getLogger("mcp_client.telemetry")
 
@@ -89,16 +93,22 @@ class TelemetryPipe:
     ``clock`` gives an event its wall-clock time (s); all waiting is on the monotonic clock. Two daemon
     threads start with the first event: one empties the ring into the spool about every second, one uploads
     every ``interval_s`` (± 20 %), earlier when a batch is full, later when the server fails. After ``fork``
-    the child starts empty: what the parent recorded is the parent's.
+    the child starts empty: what the parent recorded is the parent's. ``watcher`` starts with them and is closed with the pipe.
     """
 
     def __init__(
-        self, config: Telemetry, *, clock: Callable[[], float] = time.time, api: ProfileAPI | None = None
+        self,
+        config: Telemetry,
+        *,
+        clock: Callable[[], float] = time.time,
+        api: Reporter | None = None,
+        watcher: Watcher | None = None,
     ) -> None:
         self.enabled = enabled_by_environment()
         self._config = config
         self._clock = clock
-        self._api = api or ProfileAPI(config.url, config.api_key)
+        self._api = api or open_api(config)
+        self._watcher = watcher
         self._directory = Path(config.spool_dir) if config.spool_dir else state_dir() / "telemetry"
         # Events for one place must not go to another. The API key is no part of it: a key is replaced, the
         # events stay.
@@ -209,6 +219,8 @@ class TelemetryPipe:
             log.warning(
                 "%d telemetry events were in memory only and could not be sent in time; they are lost", lost
             )
+        if self._watcher is not None:
+            self._watcher.close()
         for closable in (self._disk, self._memory, self._api):
             closable.close()
         _pipes.discard(self)
@@ -254,6 +266,8 @@ class TelemetryPipe:
             uploader.start()
         except RuntimeError as error:
             log.warning("telemetry stays on disk until flush() or close(): %s", error)
+        if self._watcher is not None:
+            self._watcher.start()
         while not self._closed:
             until = time.monotonic() + _DRAIN_S
             while len(self._ring) < RING // 2 and not self._closed and time.monotonic() < until:

@@ -148,9 +148,9 @@ def mine_rows_s(rows: int) -> dict[str, float]:
     from mcp_profile import bulk
 
     sessions = 50_000
-    with bulk.connect() as duck:
+    with bulk.Duck() as duck:
         # Visits of 12 steps: from a page of a document, the popular ones more often, page by page and now and then three on.
-        duck.execute(
+        duck.connection.execute(
             f"""
             CREATE TABLE events AS
             WITH steps AS (
@@ -162,17 +162,18 @@ def mine_rows_s(rows: int) -> dict[str, float]:
                    1.767e9 + visit * 4000.0 + n * 5.0 AS t,
                    '/doc/' || floor(100 * pow((h % 1000003) / 1000003.0, 2))::INT || '/page/'
                      || (h // 1000003 % 80 + n + CASE WHEN hash(id) % 10 = 0 THEN 3 ELSE 0 END) AS path,
-                   '/doc/{{id:int}}/page/{{n:int}}' AS route, 'server' AS source, 3.2 AS latency_ms, 4012 AS bytes, '' AS outcome
+                   '/doc/{{id:int}}/page/{{n:int}}' AS route, 'server' AS source, 3.2 AS latency_ms, 4012 AS bytes, '' AS outcome,
+                   20000 + visit // 4 AS day
             FROM steps ORDER BY id"""
         )
         started, cpu = time.perf_counter(), time.process_time()
         bulk.count(duck, 1)
         took, cpu = time.perf_counter() - started, time.process_time() - cpu
-        found = duck.execute("SELECT count(*) FROM transitions").fetchone()
+        ((found,),) = duck.rows("SELECT count(*) FROM transitions")
     return {
         "mine_10m_rows_s": round(took, 1),
         "mine_10m_rows_cpu_s": round(cpu, 1),
-        "mined_transitions": found[0] if found else 0,
+        "mined_transitions": found,
     }
 
 
