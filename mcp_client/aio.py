@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from functools import cached_property
@@ -334,7 +335,13 @@ class AsyncEdgeFolder(BaseEdge):
     """The same for asyncio."""
 
     async def sync(
-        self, models: Sequence[str] | None = None, *, progress: Callable[..., None] | None = None
+        self,
+        models: Sequence[str] | None = None,
+        *,
+        source: str | os.PathLike[str] | None = None,
+        public_key: str | os.PathLike[str] | None = None,
+        max_bytes: int | None = None,
+        progress: Callable[..., None] | None = None,
     ) -> SyncReport:
         """As ``EdgeFolder.sync``."""
-        return await asyncio.to_thread(self._sync, models, progress)
+        return await asyncio.to_thread(self._sync, models, source, public_key, max_bytes, progress)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
+from urllib.parse import urlsplit
 
 from blake3 import blake3
 
@@ -518,23 +519,58 @@ class BaseEdge:
         """The models on this machine."""
         return self._runtime.models()
 
-    def _sync(self, models: Sequence[str] | None, progress: Callable[..., None] | None) -> SyncReport:
+    def refused(self) -> dict[tuple[str, str], str]:
+        """(model, version) → why it is not used though it is there: it could not be loaded, or failed its smoke input."""
+        return self._runtime.refused()
+
+    def _sync(
+        self,
+        models: Sequence[str] | None,
+        source: str | os.PathLike[str] | None,
+        public_key: str | os.PathLike[str] | None,
+        max_bytes: int | None,
+        progress: Callable[..., None] | None,
+    ) -> SyncReport:
         from ._httpx import httpx
         from .edge.sync import sync
         from .transports.httpx_client import bearer_auth
         from .transports.tls import TlsContexts
 
-        sites = self._client._engine.endpoints.sites
-        if not sites:
-            raise ConfigurationError("this client has no server to sync models from")
-        url = next((site.url for site in sites if site.url.startswith("http")), None)
-        if url is None:
-            raise ConfigurationError(f"models are downloaded over HTTP; {sites[0].url} can't be synced from")
         client = self._client
-        context = TlsContexts(client._tls).current() if client._tls is not None else True
-        options: dict[str, Any] = {"verify": context, "auth": bearer_auth(client._credential)}
-        with httpx.Client(headers=client._headers, timeout=client._timeout, **options) as http:
-            return sync(self._runtime.repository, url, http=http, models=models, progress=progress)
+        sites = [site.url for site in client._engine.endpoints.sites]
+        if source is None:
+            if not sites:
+                raise ConfigurationError("this client has no server to sync models from; name a source=")
+            source = next((url for url in sites if url.startswith("http")), None)
+            if source is None:
+                raise ConfigurationError(
+                    f"models are downloaded over HTTP; {sites[0]} can't be synced from; name a source="
+                )
+        source = os.fspath(source)
+        options: dict[str, Any] = {
+            "verify": TlsContexts(client._tls).current() if client._tls is not None else True
+        }
+        if urlsplit(source)[:2] in [
+            urlsplit(url)[:2] for url in sites
+        ]:  # credentials are for the client's own servers
+            options |= {"headers": client._headers, "auth": bearer_auth(client._credential)}
+        with httpx.Client(timeout=client._timeout, **options) as http:
+            report = sync(
+                self._runtime.repository,
+                source,
+                http=http,
+                models=models,
+                progress=progress,
+                public_key=public_key,
+                max_bytes=max_bytes,
+            )
+        self._runtime.refresh()
+        refused = {
+            model: why
+            for (model, version), why in self.refused().items()
+            if report.downloaded.get(model) == version
+        }
+        return replace(report, refused=refused)
 
 
 def _codec(url: str, protocol: ProtocolName) -> ClientCodec | None:

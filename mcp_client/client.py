@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -339,7 +340,19 @@ class EdgeFolder(BaseEdge):
     """The models on this machine, and how they get there."""
 
     def sync(
-        self, models: Sequence[str] | None = None, *, progress: Callable[..., None] | None = None
+        self,
+        models: Sequence[str] | None = None,
+        *,
+        source: str | os.PathLike[str] | None = None,
+        public_key: str | os.PathLike[str] | None = None,
+        max_bytes: int | None = None,
+        progress: Callable[..., None] | None = None,
     ) -> SyncReport:
-        """Download what is new or changed on the server (``models``: only these), checked by SHA-256 before it is used."""
-        return self._sync(models, progress)
+        """Fetch what is new or changed on the server (``models``: only these), checked by SHA-256, and switch to it.
+
+        ``source``: another ``mcp-server``, an ``.onnx`` file or a ``.json`` manifest at any URL, or a folder; the client's
+        credentials go to its own servers alone. ``public_key``: an Ed25519 key's PEM file: what it did not sign is not used
+        (extra ``sign``). ``max_bytes``: the budget on disk. ``progress(what, bytes_done, bytes_total)``. The report says
+        what came, what failed and why, and what came but is not used (``refused``).
+        """
+        return self._sync(models, source, public_key, max_bytes, progress)

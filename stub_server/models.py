@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mcp_client.edge.labels import LABELS_FILE, has_labels_file
+from mcp_client.edge.contents import files_of
 from mcp_client.edge.model import OnnxModel, Stamp, file_digest, file_stamp
-from mcp_client.edge.onnx_file import external_files
-from mcp_client.edge.repository import ModelRepository, inside, version_order
+from mcp_client.edge.repository import ModelRepository, version_order
+from mcp_client.edge.signing import read_signature
 from mcp_client.errors import ConfigurationError, EdgeError, ServerError, listed
 from mcp_client.management import IndexEntry, ModelConfig
 from mcp_client.tensors import ModelMetadata
@@ -31,10 +31,13 @@ class ServedFile:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """One version of a model, ready to run. ``files``: the model's and its external data's, by name."""
+    """One version of a model, ready to run. ``files``: the model's and those that belong to it, by name. ``signature``:
+    of whoever made it, handed on as it is.
+    """
 
     model: OnnxModel
     files: Mapping[str, ServedFile]
+    signature: str = ""
 
     @property
     def metadata(self) -> ModelMetadata:
@@ -96,11 +99,10 @@ class Models:
         model = OnnxModel(file.path, name=name, version=version, device=self._device, digest=file.digest)
         model.warm()
         files = {file.path.name: ServedFile(file.path, file.digest, stamp)}
-        labels = [LABELS_FILE] if has_labels_file(file.path) else []
-        for part in [*external_files(file.path), *labels]:
-            beside = inside(file.path.parent, part)
-            files[part] = ServedFile(beside, file_digest(beside), file_stamp(beside))
-        return Loaded(model, files)
+        for part, path in files_of(file.path).items():
+            if path != file.path:
+                files[part] = ServedFile(path, file_digest(path), file_stamp(path))
+        return Loaded(model, files, read_signature(file.path))
 
     def unload(self, name: str) -> None:
         """Serve a model no more until it is loaded again; calls that run now end as usual."""
@@ -152,7 +154,8 @@ class Models:
             {"name": name, "digest": file.digest, "size": file.stamp[1]}
             for name, file in loaded.files.items()
         ]
-        return replace(metadata, versions=ready, extra={"files": files})
+        signed = {"signature": loaded.signature} if loaded.signature else {}
+        return replace(metadata, versions=ready, extra={"files": files, **signed})
 
     def config(self, name: str, version: str = "") -> ModelConfig:
         """As Triton would have it: no batching of its own, so every axis is among the ``dims``."""

@@ -15,9 +15,13 @@ from rich.table import Table
 
 from .._httpx import httpx
 from ..edge.repository import ModelRepository
+from ..edge.signing import PublicKey
+from ..edge.signing import seal as seal_version
+from ..edge.sources import write_manifest
 from ..edge.sync import sync as sync_models
-from ..edge.upkeep import Held, remove, survey, trim
+from ..edge.upkeep import Held, remove, survey
 from ..edge.variants import optimise, random_inputs
+from ..errors import IntegrityError
 
 app = typer.Typer(no_args_is_help=True, help="The models on this machine.")
 
@@ -29,13 +33,21 @@ HERE = Path("models")
 
 @app.command()
 def sync(
-    url: Annotated[str, typer.Argument(envvar="MCP_URL", help="http://host:port of an mcp-server")],
-    models: Annotated[
-        list[str] | None, typer.Argument(help="model ids; default: all that the server has")
-    ] = None,
+    source: Annotated[
+        str,
+        typer.Argument(
+            envvar="MCP_URL",
+            help="an mcp-server (http://host:port), a model (https://…/m.onnx), a manifest (https://…/models.json), or a folder",
+        ),
+    ],
+    models: Annotated[list[str] | None, typer.Argument(help="model ids; default: all that are there")] = None,
     folder: Folder = HERE,
     api_key: Annotated[
         str | None, typer.Option(envvar="MCP_API_KEY", help="sent as Authorization: Bearer")
+    ] = None,
+    public_key: Annotated[
+        Path | None,
+        typer.Option(envvar="MCP_PUBLIC_KEY", help="FILE.pem, Ed25519: take only what this key signed"),
     ] = None,
     max_bytes: Annotated[
         int | None, typer.Option(help="disk budget: versions not in use are removed")
@@ -44,7 +56,7 @@ def sync(
         float, typer.Option(help="seconds without a byte before the line counts as broken")
     ] = 30.0,
 ) -> None:
-    """Download what is new or changed on a server: verified, resumed after a break, put in place whole."""
+    """Fetch what is new or changed elsewhere: verified, resumed after a break, put in place whole."""
     repository = ModelRepository(folder)
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
@@ -56,17 +68,44 @@ def sync(
                 tasks[what] = bars.add_task(what, total=total or None)
             bars.update(tasks[what], completed=done)
 
-        report = sync_models(repository, url, http=http, models=models or None, progress=told)
+        report = sync_models(
+            repository,
+            source,
+            http=http,
+            models=models or None,
+            progress=told,
+            public_key=public_key,
+            max_bytes=max_bytes,
+        )
     for what, found in (("downloaded", report.downloaded), ("unchanged", report.unchanged)):
         for model, version in found.items():
             typer.echo(f"{what} {model} {version}")
+    for model, version in report.removed:
+        typer.echo(f"removed {model} {version}")
     for model, error in report.failed.items():
         typer.echo(f"failed {model}: {error}", err=True)
-    if max_bytes is not None:
-        for held in trim(repository, max_bytes):
-            typer.echo(f"removed {held.model} {held.version}")
     if report.failed:
         raise typer.Exit(1)
+
+
+@app.command()
+def seal(
+    models: Annotated[list[str] | None, typer.Argument(help="model ids; default: all")] = None,
+    folder: Folder = HERE,
+    key: Annotated[
+        Path | None, typer.Option(help="FILE.pem of an Ed25519 private key: sign each version with it")
+    ] = None,
+) -> None:
+    """Make a folder ready for others to sync from: the .sha256 of each version, its signature, and models.json, so that any
+    web server can offer it.
+    """
+    repository = ModelRepository.open(folder)
+    for model in models or repository.models():
+        for version in repository.versions(model):
+            seal_version(repository, model, version, key)
+            typer.echo(f"{'signed' if key else 'sealed'} {model} {version}")
+    if repository.root.is_dir():
+        typer.echo(f"wrote {write_manifest(repository)}")
 
 
 @app.command(name="ls")
@@ -80,14 +119,26 @@ def ls(folder: Folder = HERE) -> None:
 
 
 @app.command()
-def verify(folder: Folder = HERE) -> None:
+def verify(
+    folder: Folder = HERE,
+    public_key: Annotated[
+        Path | None,
+        typer.Option(envvar="MCP_PUBLIC_KEY", help="FILE.pem, Ed25519: check the signatures as well"),
+    ] = None,
+) -> None:
     """Hash every file and compare it with its .sha256; exit status 1 if one is damaged."""
+    repository = ModelRepository.open(folder)
+    public = PublicKey(public_key) if public_key else None
     faults = 0
-    for held in survey(ModelRepository.open(folder)):
-        typer.echo(
-            f"{'damaged' if held.fault else 'intact'} {held.model} {held.version} {held.fault or held.digest}"
-        )
-        faults += bool(held.fault)
+    for held in survey(repository):
+        fault = held.fault
+        if public is not None and not fault:
+            try:
+                public.check_here(repository, held.model, held.version)
+            except IntegrityError as error:
+                fault = error.message
+        typer.echo(f"{'damaged' if fault else 'intact'} {held.model} {held.version} {fault or held.digest}")
+        faults += bool(fault)
     if faults:
         raise typer.Exit(1)
 

@@ -178,20 +178,23 @@ class OnnxModel:
             array.setflags(write=False)
         return dict(zip(names, arrays, strict=True))
 
-    def warm(self) -> None:
-        """Run once on zeros, so that the first caller does not pay for what ONNX Runtime does late.
-
-        Free sizes are taken as 1. An error is no fault of the model: zeros may be no valid input for it.
-        """
+    def zeros(self) -> dict[str, Array]:
+        """Inputs that are all zero (BYTES: empty); sizes that are free are 1."""
         feed = {}
         for spec in self.metadata.inputs:
             shape = tuple(1 if size < 0 else size for size in spec.shape or ())
-            zeros = np.zeros(shape, dtype_of(spec.datatype))
+            feed[spec.name] = np.zeros(shape, dtype_of(spec.datatype))
             if spec.datatype == "BYTES":
-                zeros[...] = b""
-            feed[spec.name] = zeros
+                feed[spec.name][...] = b""
+        return feed
+
+    def warm(self) -> None:
+        """Run once on zeros, so that the first caller does not pay for what ONNX Runtime does late.
+
+        An error is no fault of the model: zeros may be no valid input for it.
+        """
         try:
-            self.run(feed)
+            self.run(self.zeros())
         except (EdgeError, InvalidInputError):
             return
 

@@ -14,6 +14,7 @@ from .files import Stamp, file_digest, file_stamp
 
 MODEL_FILE = "model.onnx"
 DIGEST_FILE = "model.onnx.sha256"
+SMOKE_FILE = "smoke.npz"  # what a version must answer before it is used (smoke.py)
 PLAIN_VERSION = "1"  # of a model that is a single file: {id}.onnx
 _PINNED = ".pinned"  # files in a model's folder that hold a version; no version's name starts with a dot
 _FOLLOWED = ".server"
@@ -107,7 +108,9 @@ class ModelRepository:
         for each in [version] if version else self.candidates(model):
             path, name = self._find(model, each)
             sums = path.with_name(path.name + ".sha256")
-            found.append((name, path, file_stamp(path), file_stamp(sums) if sums.is_file() else None))
+            smoke = path.with_name(SMOKE_FILE)
+            beside = [file_stamp(file) if file.is_file() else None for file in (sums, smoke)]
+            found.append((name, path, file_stamp(path), *beside))
         return tuple(found)
 
     def only(self) -> str:
@@ -226,10 +229,10 @@ class ModelRepository:
 
     def _verified(self, path: Path) -> str:
         announced = read_digests(path)
-        digest = self._digest(path)
+        digest = self.digest(path)
         for name, wanted in announced.items():
             file = path.with_name(name) if name == path.name else inside(path.parent, name)
-            found = digest if file == path else self._digest(file)
+            found = digest if file == path else self.digest(file)
             if found != wanted:
                 raise IntegrityError(
                     f"{file} has {found}, but {path.name}.sha256 says {wanted}; it was not used: "
@@ -237,8 +240,8 @@ class ModelRepository:
                 )
         return digest
 
-    def _digest(self, path: Path) -> str:
-        """Hashed once for as long as the file stays what it is."""
+    def digest(self, path: Path) -> str:
+        """``sha256:…`` of a file here; hashed once for as long as it stays what it is."""
         stamp = file_stamp(path)
         known = self._digests.get(path)
         if known is not None and known[0] == stamp:
@@ -266,6 +269,11 @@ def read_digests(path: Path) -> dict[str, str]:
         return {}
     except (OSError, UnicodeDecodeError) as error:
         raise IntegrityError(f"{sums} can't be read: {error}") from error
+    return parse_digests(text, path.name, str(sums))
+
+
+def parse_digests(text: str, model_file: str, where: str) -> dict[str, str]:
+    """The same from the text of a ``.sha256``; ``where`` it was read is for messages."""
     found = {}
     for line in text.splitlines():
         digest, _, name = line.strip().partition(" ")
@@ -274,11 +282,11 @@ def read_digests(path: Path) -> dict[str, str]:
             continue
         if _HEX_DIGEST.fullmatch(digest) is None:
             raise IntegrityError(
-                f"{sums} is damaged: {line[:80]!r} is no SHA-256; sync again, or write it with sha256sum"
+                f"{where} is damaged: {line[:80]!r} is no SHA-256; sync again, or write it with sha256sum"
             )
-        found[name.strip().removeprefix("*") or path.name] = f"sha256:{digest}"
-    if path.name not in found:
-        raise IntegrityError(f"{sums} says nothing of {path.name}; sync again, or write it with sha256sum")
+        found[name.strip().removeprefix("*") or model_file] = f"sha256:{digest}"
+    if model_file not in found:
+        raise IntegrityError(f"{where} says nothing of {model_file}; sync again, or write it with sha256sum")
     return found
 
 

@@ -23,6 +23,7 @@ from .limits import Halt
 from .model import OnnxModel
 from .optimised import FOLDER
 from .repository import ModelFile, ModelRepository
+from .smoke import prove
 
 __all__ = ["EdgeRuntime", "OnnxModel"]
 
@@ -51,7 +52,8 @@ class EdgeRuntime:
 
     A newer version, or a changed file, is noticed by a call within ``check_s`` seconds: it is loaded and
     warmed in the background while calls go on with the old one, then switched to; the old one is freed when
-    its last caller lets go. One that can't be loaded is reported in the log, and the old one stays.
+    its last caller lets go. One that can't be loaded, or fails its smoke
+    input (``smoke.py``), is reported in the log and by ``refused()``, and the old one stays.
     ``device`` and ``threads`` as in ``OnnxModel``.
     """
 
@@ -76,6 +78,7 @@ class EdgeRuntime:
         # never shrunk: its names are folders that exist.
         self._open: weakref.WeakValueDictionary[ModelFile, OnnxModel] = weakref.WeakValueDictionary()
         self._opening: dict[tuple[str, str], threading.Lock] = {}
+        self._refused: dict[tuple[str, str], str] = {}
         _LIVE.add(self)
 
     def models(self) -> list[str]:
@@ -119,6 +122,14 @@ class EdgeRuntime:
         for (name, version), slot in list(self._slots.items()):
             with slot.renewing:
                 self._renew(slot, name, version)
+
+    def refused(self) -> dict[tuple[str, str], str]:
+        """(model, version) → why it is not used though it is there: it could not be loaded, or failed its smoke input."""
+        return {
+            (model, version): why
+            for (model, version), why in list(self._refused.items())
+            if version in self.repository.versions(model)
+        }
 
     def close(self) -> None:
         """Let go of all models. Calls that are running end normally; later ones raise
@@ -193,7 +204,7 @@ class EdgeRuntime:
         slot.seen = sight
         try:
             # A swap is not kept waiting for the optimised graph to be written: the next cold start does that.
-            slot.model = self._load(name, version, keep=False)
+            slot.model = self._load(name, version, keep=False, before=slot.model)
         except EdgeError as error:
             log.warning("edge: version %s of %r stays in use: %s", slot.model.metadata.version, name, error)
 
@@ -206,17 +217,21 @@ class EdgeRuntime:
 
     # --- loading --------------------------------------------------------------------------------------------
 
-    def _load(self, name: str, version: str, *, keep: bool) -> OnnxModel:
-        """The first candidate that can be loaded; where the caller named a version, that one."""
+    def _load(self, name: str, version: str, *, keep: bool, before: OnnxModel | None = None) -> OnnxModel:
+        """The first candidate that can be loaded and passes its smoke input; where the caller named a version, that one.
+        ``before``: the one in use.
+        """
         repository = self.repository
         name = name or repository.only()
         failures: list[EdgeError] = []
         for candidate in [version] if version else repository.candidates(name) or [""]:
             try:
-                model = self._opened(name, candidate, keep)
+                model = self._opened(name, candidate, keep, before)
             except EdgeError as error:
                 failures.append(error)
+                self._refused[name, candidate] = error.message
                 continue
+            self._refused.pop((name, candidate), None)
             for failure in failures:
                 log.warning(
                     "edge: version %s of %r stands in for one that can't be used: %s",
@@ -227,7 +242,7 @@ class EdgeRuntime:
             return model
         raise failures[0]
 
-    def _opened(self, name: str, version: str, keep: bool) -> OnnxModel:
+    def _opened(self, name: str, version: str, keep: bool, before: OnnxModel | None) -> OnnxModel:
         file = self.repository.resolve(name, version)
         with self._opening.setdefault((file.model, file.version), threading.Lock()):
             for _ in range(_LOADS):
@@ -254,7 +269,7 @@ class EdgeRuntime:
                 if model is None:
                     assert failure is not None
                     raise failure
-                model.warm()
+                prove(model, before)
                 self._open[file] = model
                 return model
             raise IntegrityError(f"{file.path} keeps changing; replace a model with a rename, not in place")

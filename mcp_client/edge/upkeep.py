@@ -108,6 +108,22 @@ def trim(repository: ModelRepository, max_bytes: int) -> list[Held]:
     return removed
 
 
+def require_budget(repository: ModelRepository, model: str, nbytes: int, max_bytes: int) -> None:
+    """Raises ``EdgeError`` if ``nbytes`` more of ``model`` can't fit even when all goes that is not used or pinned: then it
+    is not worth fetching.
+    """
+    stays = 0
+    for other in repository.models():
+        wanted = {repository.pinned(other)} | (set() if other == model else {repository.candidates(other)[0]})
+        here = wanted & set(repository.versions(other))
+        stays += sum(_nbytes(repository, other, version) for version in here)
+    if stays + nbytes > max_bytes:
+        raise EdgeError(
+            f"model {model!r} takes {nbytes} bytes, and what stays in {repository.root} {stays}: more than the budget of "
+            f"{max_bytes}; nothing was fetched; remove a model, or allow more"
+        )
+
+
 def _nbytes(repository: ModelRepository, model: str, version: str) -> int:
     folder = repository.folder(model, version)
     files = folder.rglob("*") if (folder / MODEL_FILE).is_file() else [_plain(repository, model)]

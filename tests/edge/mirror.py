@@ -10,6 +10,7 @@ import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from tests.conftest import read_request
@@ -100,3 +101,39 @@ class Mirror:
         connection.sendall(data)
         if not whole:
             raise OSError("cut")  # the connection is closed
+
+
+@dataclass
+class Static(Mirror):
+    """Any web server over a folder: an ETag of its own, ranges if ``ranges``, redirects of ``moved`` (path → URL)."""
+
+    content: bytes = b""
+    root: Path = Path()
+    moved: Mapping[str, str] = field(default_factory=dict)
+    authorization: list[str] = field(default_factory=list)  # what each request brought
+
+    def __call__(self, connection: socket.socket) -> None:
+        while (request := read_request(connection)) is not None:
+            line, headers, _ = request
+            path = unquote(urlsplit(line.split(" ")[1]).path)
+            self.asked.append((path, headers.get("range", "")))
+            self.authorization.append(headers.get("authorization", ""))
+            file = self.root / path.lstrip("/")
+            if path in self.moved:
+                head = f"HTTP/1.1 302 x\r\nLocation: {self.moved[path]}\r\nContent-Length: 0\r\n\r\n"
+                self._send(connection, head.encode())
+            elif file.is_file():
+                self._serve(connection, file.read_bytes(), headers.get("range", ""))
+            else:
+                self._send(connection, b"HTTP/1.1 404 x\r\nContent-Length: 0\r\n\r\n")
+
+    def _serve(self, connection: socket.socket, content: bytes, asked: str) -> None:
+        found = re.fullmatch(r"bytes=(\d+)-", asked)
+        if self.ranges and found:
+            start = int(found[1])
+            status = f"206 x\r\nContent-Range: bytes {start}-{len(content) - 1}/{len(content)}"
+            content = content[start:]
+        else:
+            status = "200 x"
+        head = f'HTTP/1.1 {status}\r\nETag: "its-own"\r\nContent-Length: {len(content)}\r\n\r\n'
+        self._send(connection, head.encode() + content)
