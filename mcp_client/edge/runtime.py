@@ -229,7 +229,8 @@ class EdgeRuntime:
                 model = self._opened(name, candidate, keep, before)
             except EdgeError as error:
                 failures.append(error)
-                self._refused[name, candidate] = error.message
+                if candidate in repository.versions(name):  # names that callers made up must not pile up
+                    self._refused[name, candidate] = error.message
                 continue
             self._refused.pop((name, candidate), None)
             for failure in failures:

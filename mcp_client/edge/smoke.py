@@ -18,7 +18,8 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import EdgeError, IntegrityError, InvalidInputError, MCPError, listed
-from ..tensors import Array, as_inputs, dtype_of
+from ..inputs import as_inputs
+from ..tensors import Array, dtype_of
 from .model import OnnxModel
 from .repository import MODEL_FILE, SMOKE_FILE
 
