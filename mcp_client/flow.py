@@ -262,7 +262,7 @@ class Engine:
 
     def _prepare(self, call: Call, metadata: ModelMetadata) -> None:
         """Check what the user passed against the model, before anything is sent, and give the request its fingerprint."""
-        inputs = as_inputs(call.value, metadata.inputs or None)  # some servers describe no tensors
+        inputs = as_inputs(call.value, metadata.inputs if metadata.described else None)
         if self._settings.normalisers and metadata.name in self._settings.normalisers:
             inputs = dict(self._settings.normalisers[metadata.name](inputs))
         if call.outputs and metadata.outputs:

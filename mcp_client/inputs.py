@@ -390,8 +390,11 @@ def as_inputs(value: Any, specs: Sequence[TensorSpec] | None) -> dict[str, Array
     else:
         needed = [spec for spec in specs if not spec.optional] or list(specs)
         if len(needed) != 1:
+            what = "; ".join(map(str, needed))
             raise InvalidInputError(
-                f"the model has {len(needed)} inputs; pass a dict with {'; '.join(map(str, needed))}"
+                f"the model has {len(needed)} inputs; pass a dict with {what}"
+                if needed
+                else "the model takes no inputs; pass {}"
             )
         named = {needed[0].name: value}
     known = {spec.name: spec for spec in specs}
@@ -400,5 +403,7 @@ def as_inputs(value: Any, specs: Sequence[TensorSpec] | None) -> dict[str, Array
     if wrong or missing:
         parts = [f"unknown input {listed(wrong)}"] if wrong else []
         parts += [f"missing input {listed(missing)}"] if missing else []
-        raise InvalidInputError(f"{', '.join(parts)}; the model takes {'; '.join(map(str, specs))}")
+        raise InvalidInputError(
+            f"{', '.join(parts)}; the model takes {'; '.join(map(str, specs)) or 'no inputs'}"
+        )
     return {name: as_tensor(item, known[name], what=f"input {name!r}") for name, item in named.items()}

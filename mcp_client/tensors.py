@@ -138,6 +138,11 @@ class ModelMetadata:
     digest: str = ""
     extra: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def described(self) -> bool:
+        """Whether the tensors are known: some servers describe none, and no model has neither inputs nor outputs."""
+        return bool(self.inputs or self.outputs)
+
 
 def dtype_of(datatype: str) -> np.dtype[Any]:
     """The numpy dtype of an OIP datatype name (BYTES: ``object``, each element ``bytes``)."""

@@ -188,8 +188,8 @@ def parse_infer(body: bytes, headers: Mapping[str, str]) -> Incoming:
             inputs = {"": _tensor({"data": document["input"], **tensor}, "input")}
         else:
             tensors = document["inputs"]
-            if not isinstance(tensors, dict) or not tensors:
-                raise ProtocolError('"inputs" must be an object of at least one tensor')
+            if not isinstance(tensors, dict):
+                raise ProtocolError('"inputs" must be an object of tensors')
             inputs = {name: _tensor(tensor, f"input {name!r}") for name, tensor in tensors.items()}
         outputs = document.get("outputs") or []
         if not isinstance(outputs, list):

@@ -384,8 +384,6 @@ def parse_infer(body: bytes, headers: Mapping[str, str], read: ReadRegion | None
     try:
         head, raw = split(body, _RAW_INPUTS, "the request")
         told = parse(pb.ModelInferRequest, head, "the request")
-        if not told.inputs:
-            raise ProtocolError("a request must have at least one input")
         places = _places(told.inputs, "input")
         wanted = _places(told.outputs, "output")
         if (places or wanted) and read is None:

@@ -371,8 +371,6 @@ def parse_infer(
         if (lying or wanted) and read is None:
             raise ProtocolError("this server has no shared memory")
         inputs = _read_tensors(header.get("inputs"), raw, "input", lying, read)
-        if not inputs:
-            raise ProtocolError('"inputs" must hold at least one tensor')
         parameters = dict(read_parameters(header.get("parameters")))
         priority, timeout = _whole(parameters, "priority"), _whole(parameters, "timeout")
         outputs = header.get("outputs") or []
