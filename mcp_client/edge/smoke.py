@@ -5,7 +5,7 @@ outputs to be found, within ``rtol`` and ``atol`` (1e-3 and 1e-5 if they are not
 
     np.savez("smoke.npz", **{"inputs/x": x, "outputs/probs": probs, "rtol": 1e-2})
 
-Text (BYTES) goes in as arrays of ``S`` or ``U``. Without such a file a model is tried on zeros, which may be no valid input
+Text (BYTES) goes in as arrays of ``S`` or ``U``, BF16 and FP8 as their bytes: ``x.view("V2")``, ``x.view("V1")``. Without such a file a model is tried on zeros, which may be no valid input
 for it: then it is held against a version only if the one in use did better on them.
 """
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 import zipfile
 import zlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -63,8 +64,8 @@ def _try(model: OnnxModel, file: Path) -> None:
     }
     try:
         for spec in model.metadata.inputs:
-            if spec.datatype == "BF16" and spec.name in inputs and inputs[spec.name].dtype.kind == "V":
-                inputs[spec.name] = inputs[spec.name].view(dtype_of("BF16"))  # numpy.save knows no bfloat16
+            if spec.name in inputs:
+                inputs[spec.name] = _named(inputs[spec.name], dtype_of(spec.datatype))
         outputs = model.run(as_inputs(inputs, model.metadata.inputs), tuple(wanted))
     except MCPError as error:
         raise EdgeError(f"{model.path} fails on its {SMOKE_FILE}: {error.message}") from error
@@ -91,8 +92,7 @@ def _difference(found: Array, wanted: Array, *, rtol: float, atol: float) -> str
     if found.dtype.kind == "O":
         theirs = [item.encode() if isinstance(item, str) else item for item in wanted.reshape(-1).tolist()]
         return "" if found.reshape(-1).tolist() == theirs else "is another text"
-    if wanted.dtype.kind == "V" and wanted.dtype.itemsize == found.dtype.itemsize:
-        wanted = wanted.view(found.dtype)
+    wanted = _named(wanted, found.dtype)
     exact = found.dtype.kind in "biu"
     ours, theirs_ = (found, wanted) if exact else (found.astype(np.float64), wanted.astype(np.float64))
     if exact and np.array_equal(ours, theirs_):
@@ -102,6 +102,12 @@ def _difference(found: Array, wanted: Array, *, rtol: float, atol: float) -> str
     with np.errstate(invalid="ignore"):
         apart = np.max(np.abs(found.astype(np.float64) - wanted.astype(np.float64)), initial=0.0)
     return f"is off by up to {apart:.3g}"
+
+
+def _named(array: Array, dtype: np.dtype[Any]) -> Array:
+    """numpy can save BF16 and FP8 only as plain bytes: here they get their names back."""
+    unnamed = array.dtype.type is np.void and array.dtype.itemsize == dtype.itemsize
+    return array.view(dtype) if unnamed else array
 
 
 def _not_finite(array: Array) -> str:
