@@ -5,8 +5,9 @@ outputs to be found, within ``rtol`` and ``atol`` (1e-3 and 1e-5 if they are not
 
     np.savez("smoke.npz", **{"inputs/x": x, "outputs/probs": probs, "rtol": 1e-2})
 
-Text (BYTES) goes in as arrays of ``S`` or ``U``, BF16 and FP8 as their bytes: ``x.view("V2")``, ``x.view("V1")``. Without such a file a model is tried on zeros, which may be no valid input
-for it: then it is held against a version only if the one in use did better on them.
+Text (BYTES) goes in as arrays of ``S`` or ``U``, BF16 and FP8 as their bytes: ``x.view("V2")``, ``x.view("V1")``. Without
+such a file a model is tried on zeros, which may be no valid input for it: then it is held against a version only if the one
+in use did better on them.
 """
 
 from __future__ import annotations
