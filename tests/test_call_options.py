@@ -6,13 +6,15 @@ import asyncio
 import json
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mcp_client import (
     AsyncMCPClient,
@@ -20,10 +22,12 @@ from mcp_client import (
     InferResult,
     InvalidInputError,
     MCPClient,
+    ProtocolError,
     RequestRejectedError,
     ServerTimeoutError,
 )
 from mcp_client._httpx import httpx
+from mcp_client.classification import classify, read_classes
 from mcp_client.effects import Call
 from mcp_client.protocols import WireRequest, mcp_v1, oip_grpc, oip_http
 from mcp_client.protocols.mcp_v1 import McpV1Codec
@@ -135,6 +139,23 @@ def test_the_edge_has_the_servers_labels(server: StubServer, tmp_path: Path) -> 
     assert here.output.tolist() == there.output.tolist()
 
 
+@pytest.mark.parametrize("kind", ["url", "grpc_url"])
+def test_classes_of_tensors_in_shared_memory(server: StubServer, kind: str) -> None:
+    x = np.tile(X, (20_000, 1))
+    with MCPClient(getattr(server, kind), model="m", cache=None) as client:
+        (endpoint,) = client._engine.endpoints
+        for outputs in (["probs"], {"probs": 1}, {"probs": 2}, ["probs"]):  # each twice: sizes are learned
+            for _ in range(2):
+                result = client.infer(x, outputs=outputs)
+                if isinstance(outputs, dict):
+                    assert result.output.shape == (40_000, outputs["probs"])
+                    assert result.classes()[0][0].index == PROBS[0].argmax()
+                else:
+                    np.testing.assert_allclose(result.output[:2], PROBS, rtol=1e-5)
+        assert endpoint.transport.arena.enabled
+        assert endpoint.transport.arena.registered()
+
+
 def test_classes_and_tensor_are_cached_apart(server: StubServer) -> None:
     with MCPClient(server.url) as client:
         assert client.infer(X, model="m", outputs=["probs"]).output.dtype == np.float32
@@ -142,6 +163,39 @@ def test_classes_and_tensor_are_cached_apart(server: StubServer) -> None:
         assert client.infer(X, model="m", outputs={"probs": 2}).output.shape == (2, 2)
         again = client.infer(X, model="m", outputs={"probs": 1})
         assert (again.source, again.output.shape) == ("cache", (2, 1))
+
+
+@given(
+    st.lists(st.floats(allow_nan=False, width=32), max_size=12),
+    st.integers(1, 5),
+    st.lists(st.text(max_size=4), max_size=12),
+)
+def test_classes_are_the_largest_in_order(scores: list[float], count: int, labels: list[str]) -> None:
+    classes = read_classes(classify(np.array(scores, np.float32), count, labels, "y"), "y")
+    best = sorted(range(len(scores)), key=lambda index: -scores[index])[
+        :count
+    ]  # sorted() keeps equal ones in order
+    assert [each.index for each in classes] == best
+    assert [each.label for each in classes] == [
+        labels[index] if index < len(labels) else "" for index in best
+    ]
+    for each in classes:
+        assert each.score == float(f"{scores[each.index]:f}")
+
+
+@given(st.binary(max_size=20))
+def test_what_is_no_class_is_one_of_our_errors(item: bytes) -> None:
+    with suppress(ProtocolError):
+        read_classes(np.array([item], object), "y")
+
+
+@given(st.lists(st.text(min_size=1, max_size=5), min_size=1, max_size=4, unique=True), st.data())
+def test_a_request_for_classes_arrives(names: list[str], data: st.DataObject) -> None:
+    classes = data.draw(st.dictionaries(st.sampled_from(names), st.integers(1, 2**31 - 1)))
+    request = Request("m", {"x": X}, outputs=tuple(names), classes=classes)
+    for protocol in PROTOCOLS:
+        seen = seen_by(protocol, request)
+        assert (seen.outputs, dict(seen.classes)) == (tuple(names), classes), protocol
 
 
 # --- headers and ids ----------------------------------------------------------------------------------------

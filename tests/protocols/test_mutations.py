@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mcp_client.errors import ProtocolError, ServerError
 from mcp_client.management import IndexEntry
-from mcp_client.protocols import WireResponse, management_http, mcp_v1, oip_http
+from mcp_client.protocols import Shared, WireResponse, management_http, mcp_v1, oip_http
 from mcp_client.protocols.mcp_v1 import McpV1Codec
 from mcp_client.protocols.oip_http import OipHttpCodec
 from mcp_client.request import Request
@@ -38,6 +38,18 @@ OIP_HEADERS = {name.lower(): value for name, value in _HEADERS.items()}
 OIP_WIRE = OipHttpCodec().infer(REQUEST, None)
 OIP_REQUEST_HEADERS = {name.lower(): value for name, value in OIP_WIRE.headers.items()}
 
+REGION = bytes(range(64))
+SHARED = Shared(
+    "r", {}, {"floats": (8, 12), "text": None}, lambda offset, size: REGION[offset : offset + size]
+)
+_SHARED_HEADERS, _SHARED_PARTS = oip_http.format_infer(
+    Answer.of(OUTPUTS, model="m", id="r1"),
+    oip_http.Incoming(REQUEST, True, {}, {"floats": ("r", 8, 12)}),
+    lambda *place: None,
+)
+SHARED_HEADERS = {name.lower(): value for name, value in _SHARED_HEADERS.items()}
+CLASSES = Request("m", {"x": OUTPUTS["floats"]}, outputs=("a", "b"), classes={"b": 3})
+
 Reader = Callable[[bytes], object]
 READERS: dict[str, tuple[bytes, Reader]] = {
     "mcp answer": (
@@ -55,6 +67,22 @@ READERS: dict[str, tuple[bytes, Reader]] = {
     "oip answer": (
         b"".join(_PARTS),
         lambda body: OipHttpCodec().decode_infer(WireResponse(200, OIP_HEADERS, body), REQUEST),
+    ),
+    "oip answer in shared memory": (
+        b"".join(_SHARED_PARTS),
+        lambda body: OipHttpCodec().decode_shared(WireResponse(200, SHARED_HEADERS, body), REQUEST, SHARED),
+    ),
+    "mcp models": (
+        mcp_v1.format_models([METADATA]),
+        lambda body: McpV1Codec().decode_models(WireResponse(200, {}, body)),
+    ),
+    "mcp request for classes": (
+        b"".join(McpV1Codec().infer(CLASSES, None).body),
+        lambda body: mcp_v1.parse_infer(body, {}),
+    ),
+    "oip request for classes": (
+        b"".join(OipHttpCodec(binary=False).infer(CLASSES, None).body),
+        lambda body: oip_http.parse_infer(body, {}, model="m", version=""),
     ),
     "oip request": (
         b"".join(OIP_WIRE.body),
