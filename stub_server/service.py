@@ -109,8 +109,12 @@ class _Work:
     async def wait(self, seconds: float) -> None:
         """The injected latency, cut short by the deadline."""
         if seconds > 0:
-            await asyncio.sleep(min(seconds, max(0.0, self._deadline - time.monotonic())))
-            self._check_deadline()
+            left = self._deadline - time.monotonic()
+            await asyncio.sleep(min(seconds, max(0.0, left)))
+            if (
+                seconds >= left
+            ):  # an event loop wakes up a little early: the clock may not have reached the deadline
+                raise self._too_late()
 
     def run(self, parse: Callable[[], Parsed], submitted: float, cache_control: str) -> Reply:
         """In a thread: everything that takes processor time."""
@@ -157,10 +161,13 @@ class _Work:
 
     def _check_deadline(self) -> None:
         if time.monotonic() >= self._deadline:
-            allowed = (self._deadline - self._arrived) * 1e3
-            raise ServerError.of(
-                504, f"the deadline of {allowed:.0f} ms passed before the model ran", code="deadline_exceeded"
-            )
+            raise self._too_late()
+
+    def _too_late(self) -> ServerError:
+        allowed = (self._deadline - self._arrived) * 1e3
+        return ServerError.of(
+            504, f"the deadline of {allowed:.0f} ms passed before the model ran", code="deadline_exceeded"
+        )
 
 
 def _deadline(arrived: float, timeout_ms: float | None) -> float:
