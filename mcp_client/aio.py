@@ -334,6 +334,17 @@ class AsyncSession(BaseSession):
 class AsyncEdgeFolder(BaseEdge):
     """The same for asyncio."""
 
+    async def infer_many(
+        self,
+        inputs: Sequence[Any],
+        *,
+        model: str | None = None,
+        version: str | None = None,
+        timeout: float | None = None,
+    ) -> list[InferResult]:
+        """As ``EdgeFolder.infer_many``, in a thread."""
+        return await asyncio.to_thread(self._infer_many, inputs, model, version, timeout)
+
     async def sync(
         self,
         models: Sequence[str] | None = None,

@@ -27,13 +27,15 @@ from .effects import CacheOption, Call, Endpoint, Flow, ProtocolName
 from .endpoints import Endpoints, Site
 from .errors import ClientClosedError, ConfigurationError, InvalidInputError, MCPError
 from .flow import Engine, fingerprint_of
+from .inputs import as_inputs
 from .prefetch.decisions import Decisions, Outcome
 from .prefetch.handle import PrefetchHandle
 from .prefetch.prefetcher import Job, Life, Prefetcher
 from .prefetch.scheduler import PrefetchStats
 from .protocols import ClientCodec
-from .request import NO_PARAMETERS, Outputs, Parameter
+from .request import NO_PARAMETERS, Outputs, Parameter, Request
 from .resilience.retry import RetryPolicy
+from .result import InferResult
 from .telemetry.observer import Notice, Observer
 from .tensors import read_only
 from .transports.credential import Credential
@@ -523,6 +525,26 @@ class BaseEdge:
         """(model, version) → why it is not used though it is there: it could not be loaded, or failed its smoke input."""
         return self._runtime.refused()
 
+    def _infer_many(
+        self, inputs: Sequence[Any], model: str | None, version: str | None, timeout: float | None
+    ) -> list[InferResult]:
+        client = self._client
+        calls = [client._call(each, model, version, timeout=timeout) for each in inputs]
+        if not calls:
+            return []
+        name = model or client._engine._default_model
+        found = self._runtime.metadata(name, version or "")
+        requests = [
+            Request(found.name, as_inputs(call.value, found.inputs), version=call.version, id=call.id)
+            for call in calls
+        ]
+        answers = self._runtime.run_many(requests, deadline=calls[0].deadline)
+        took = (time.monotonic() - calls[0].started) * 1e3
+        return [
+            InferResult(answer, source="edge", latency_ms=took, request_id=call.id)
+            for call, answer in zip(calls, answers, strict=True)
+        ]
+
     def _sync(
         self,
         models: Sequence[str] | None,
@@ -631,6 +653,7 @@ def _edge_runtime(settings: Edge) -> EdgeRuntime:
         Path(settings.folder),
         device=settings.device,
         threads=settings.threads,
+        memory_bytes=settings.memory_bytes,
     )
 
 

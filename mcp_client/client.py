@@ -339,6 +339,19 @@ class Session(BaseSession):
 class EdgeFolder(BaseEdge):
     """The models on this machine, and how they get there."""
 
+    def infer_many(
+        self,
+        inputs: Sequence[Any],
+        *,
+        model: str | None = None,
+        version: str | None = None,
+        timeout: float | None = None,
+    ) -> list[InferResult]:
+        """Run a model here on each of ``inputs`` (what ``infer`` takes), in as few runs as it allows; neither cache nor server is
+        asked. A bad one fails them all. Errors as ``infer``'s.
+        """
+        return self._infer_many(inputs, model, version, timeout)
+
     def sync(
         self,
         models: Sequence[str] | None = None,

@@ -150,7 +150,7 @@ class Edge:
     least for 16-bit floats) is a warning in the log.
 
     ``device``: ``cpu``, ``cuda:0``, … or ``auto``, the best that is there. ``threads``: for one call (default: the cores that
-    this process may use).
+    this process may use). ``memory_bytes``: what weights and tensors may take on the CPU, of all models of the process together.
     """
 
     folder: str | os.PathLike[str] = ""
@@ -160,6 +160,7 @@ class Edge:
     tolerance: float = 1e-3
     device: str = "cpu"
     threads: int | None = None
+    memory_bytes: int | None = None
 
     def __post_init__(self) -> None:
         for policy in (self.policy, *self.models.values()):
@@ -167,7 +168,8 @@ class Edge:
                 raise ConfigurationError(f"an edge policy is fallback, prefer, race or only; got {policy!r}")
         if not 0 <= self.agreement <= 1:
             raise ConfigurationError(f"Edge(agreement=…) is a share between 0 and 1; got {self.agreement!r}")
-        _positive(self, "tolerance", *(("threads",) if self.threads is not None else ()))
+        given = [name for name in ("threads", "memory_bytes") if getattr(self, name) is not None]
+        _positive(self, "tolerance", *given)
 
 
 @dataclass(frozen=True, slots=True)

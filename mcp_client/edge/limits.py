@@ -1,4 +1,4 @@
-"""What bounds a run of a model: a deadline, and being called off from elsewhere. ONNX Runtime looks between two nodes."""
+"""What bounds a model: a run's deadline, being called off from elsewhere (ONNX Runtime looks between two nodes), and memory."""
 
 from __future__ import annotations
 
@@ -77,3 +77,24 @@ class Watchdog:
 watchdog = Watchdog()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=watchdog.reset)
+
+
+_memory_bytes: int | None = None
+_memory_lock = threading.Lock()
+
+
+def limit_memory(ort: Any, nbytes: int) -> None:
+    """Have the sessions made from now on with ``session.use_env_allocators`` take their CPU memory from one arena of this size.
+
+    ONNX Runtime has one such arena per process; another size replaces it for later sessions.
+    """
+    global _memory_bytes  # noqa: PLW0603 (as ONNX Runtime's own: one per process)
+    with _memory_lock:
+        if _memory_bytes == nbytes:
+            return
+        info = ort.OrtMemoryInfo("Cpu", ort.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, ort.OrtMemType.DEFAULT)
+        # Grown by what is asked for: doubling would reach the limit with half of it unused.
+        ort.create_and_register_allocator(
+            info, ort.OrtArenaCfg({"max_mem": nbytes, "arena_extend_strategy": 1})
+        )
+        _memory_bytes = nbytes

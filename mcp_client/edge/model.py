@@ -25,11 +25,13 @@ from ..errors import (
     listed,
 )
 from ..tensors import Array, ModelMetadata, TensorSpec, datatype_of, dtype_of
+from .batches import run_many
+from .binding import Binding
 from .device import device_hint, usable_cores
 from .files import Stamp, file_digest, file_stamp
 from .labels import Labels
-from .limits import Halt, watchdog
-from .onnx_file import ranks_known
+from .limits import Halt, limit_memory, watchdog
+from .onnx_file import external_files, ranks_known
 from .optimised import OptimisedGraphs
 
 __all__ = ["OnnxModel", "Stamp", "file_digest", "file_stamp"]
@@ -93,15 +95,30 @@ class OnnxModel:
         threads: int | None = None,
         digest: str = "",
         cache_dir: Path | None = None,
+        memory_bytes: int | None = None,
     ) -> None:
         self.path = Path(path)
         self._device = device
         self._threads = threads
         self._cache_dir = cache_dir
+        self._memory_bytes = memory_bytes
+        self.rows_apart: bool | None = (
+            None  # whether it computes the rows of a batch as if alone; not known yet
+        )
         if not self.path.is_file():
             raise EdgeError(f"there is no model file {self.path}")
         stamp = file_stamp(self.path)
         digest = digest or file_digest(self.path)
+        self.nbytes = (
+            self.path.stat().st_size
+            + sum(
+                each.stat().st_size
+                for each in (self.path.parent / name for name in external_files(self.path))
+                if each.is_file()
+            )
+            if memory_bytes is not None
+            else 0
+        )
         self._session: Any = self._open(digest)
         from onnxruntime import RunOptions  # which is imported by now
 
@@ -138,7 +155,7 @@ class OnnxModel:
     ) -> dict[str, Array]:
         """Name → read-only array of each output asked for, in that order (``()``: all, in the model's order).
 
-        ``inputs`` must have the model's names and exact datatypes (``tensors.as_inputs`` makes them so).
+        ``inputs`` must have the model's names and exact datatypes (``inputs.as_inputs`` makes them so).
         ``deadline`` (of ``time.monotonic``) and ``halt`` end a run between two of its nodes. Raises
         ``InvalidInputError`` if the inputs do not fit the model, ``DeadlineExceededError``, and ``EdgeError``
         if the model itself failed on them.
@@ -151,13 +168,7 @@ class OnnxModel:
             if array is None or (array.dtype is not dtype and array.dtype != dtype and dtype.kind != "O"):
                 raise self._misfit(inputs, outputs)
         names = list(outputs or self._names)
-        options: Any = None
-        ticket = 0
-        if halt is not None or deadline != math.inf:
-            options = self._run_options()
-            if halt is not None:
-                halt.attach(lambda: setattr(options, "terminate", True))
-            ticket = watchdog.watch(deadline, options)
+        options, ticket = self._limits(deadline, halt)
         try:
             if self._bfloat16:
                 arrays = self._run_values(names, inputs, options)
@@ -177,6 +188,49 @@ class OnnxModel:
         for array in arrays:
             array.setflags(write=False)
         return dict(zip(names, arrays, strict=True))
+
+    def run_bound(
+        self, binding: Binding, *, deadline: float = math.inf, halt: Halt | None = None
+    ) -> Mapping[str, Array]:
+        """``Binding.run``."""
+        options, ticket = self._limits(deadline, halt)
+        session = self._session or self._reopen()
+        try:
+            session.run_with_iobinding(binding.of(session), options)
+        except Exception as error:
+            if options is not None and options.terminate:
+                raise self._ended(deadline) from error
+            raise self._over_memory(error) or EdgeError(
+                f"model {self.metadata.name!r} failed on bound buffers: {_words(error)}"
+            ) from error
+        finally:
+            if options is not None:
+                watchdog.leave(ticket)
+        return binding.outputs
+
+    def _limits(self, deadline: float, halt: Halt | None) -> tuple[Any, int]:
+        """Options of a run that may be stopped, and what to leave the watchdog with; none for one that may not."""
+        if halt is None and deadline == math.inf:
+            return None, 0
+        options = self._run_options()
+        if halt is not None:
+            halt.attach(lambda: setattr(options, "terminate", True))
+        return options, watchdog.watch(deadline, options)
+
+    def run_many(
+        self,
+        feeds: Sequence[Mapping[str, Array]],
+        outputs: Sequence[str] = (),
+        *,
+        deadline: float = math.inf,
+        halt: Halt | None = None,
+    ) -> list[dict[str, Array]]:
+        """``run`` for each of ``feeds``, as few runs as the model allows (``batches.py``)."""
+        return run_many(self, feeds, outputs, deadline=deadline, halt=halt)
+
+    def bind(self, shapes: Mapping[str, Sequence[int]]) -> Binding:
+        """Buffers of these input shapes (by name) that every run uses again (``binding.py``)."""
+        return Binding(self, shapes)
 
     def zeros(self) -> dict[str, Array]:
         """Inputs that are all zero (BYTES: empty); sizes that are free are 1."""
@@ -210,15 +264,28 @@ class OnnxModel:
         on_cpu = provider == _PROVIDERS["cpu"]
         providers: list[Any] = [(provider, settings)] if settings else [provider]
 
+        memory_bytes = self._memory_bytes if on_cpu else None
+        if memory_bytes is not None:
+            # ONNX Runtime counts weights, but lets a model whose weights alone are over the limit take what it wants.
+            taken = sum(each.nbytes for each in list(_LIVE) if each is not self)
+            if taken + self.nbytes > memory_bytes:
+                raise EdgeError(
+                    f"{self.path} has {self.nbytes} bytes of weights and the models loaded before it {taken}; "
+                    f"memory_bytes={memory_bytes} allows no more"
+                )
+            limit_memory(ort, memory_bytes)
+
         def start(file: Path, change: Callable[[Any], None] | None = None) -> Any:
             options = ort.SessionOptions()
             options.log_severity_level = 4  # every error is raised; no need to print it as well
             options.intra_op_num_threads = self._threads or usable_cores()
             options.inter_op_num_threads = 1
             # Idle threads sleep, as the cores are shared with the application (or with the server's other
-            # requests): PP-OCRv4 on 2 busy cores took 28 ms against 58, the server half the CPU; a small MLP
-            # loses 10 to 20 µs.
+            # requests): PP-OCRv4 on 2 busy cores took 28 ms against 58, the server half the CPU. It costs a
+            # wake-up for each parallel node: 10 to 20 µs for a small MLP, about 130 µs for one with 32 rows.
             options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+            if memory_bytes is not None:
+                options.add_session_config_entry("session.use_env_allocators", "1")
             if change is not None:
                 change(options)
             try:
@@ -226,7 +293,9 @@ class OnnxModel:
                     str(file), options, providers=providers if on_cpu else [*providers, _PROVIDERS["cpu"]]
                 )
             except Exception as error:  # onnxruntime's exceptions share no base of their own
-                raise EdgeError(f"{file} can't be loaded: {_words(error)}") from error
+                raise self._over_memory(error) or EdgeError(
+                    f"{file} can't be loaded: {_words(error)}"
+                ) from error
 
         if on_cpu and self._cache_dir is not None:
             return OptimisedGraphs(self._cache_dir, ort).load(self.path, digest, start)
@@ -319,8 +388,16 @@ class OnnxModel:
     def _explained(
         self, error: Exception, inputs: Mapping[str, Array], outputs: Sequence[str]
     ) -> InvalidInputError | EdgeError:
-        misfit = self._find_misfit(inputs, outputs)
+        misfit = self._find_misfit(inputs, outputs) or self._over_memory(error)
         return misfit or EdgeError(f"model {self.metadata.name!r} failed: {_words(error)}")
+
+    def _over_memory(self, error: Exception) -> EdgeError | None:
+        if self._memory_bytes is None or "Available memory" not in str(error):
+            return None
+        return EdgeError(
+            f"model {self.path.stem!r} needs more memory than memory_bytes={self._memory_bytes} leaves it; "
+            "pass smaller inputs, or allow it more"
+        )
 
     def _find_misfit(self, inputs: Mapping[str, Array], outputs: Sequence[str]) -> InvalidInputError | None:
         """Why a call can't fit this model; looked for only when it failed, so that a good call does not pay

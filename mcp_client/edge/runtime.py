@@ -10,7 +10,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -18,7 +18,8 @@ from ..classification import classified
 from ..errors import ClientClosedError, EdgeError, IntegrityError
 from ..request import Request
 from ..result import Answer
-from ..tensors import ModelMetadata
+from ..tensors import Array, ModelMetadata
+from .binding import Binding
 from .limits import Halt
 from .model import OnnxModel
 from .optimised import FOLDER
@@ -54,7 +55,7 @@ class EdgeRuntime:
     warmed in the background while calls go on with the old one, then switched to; the old one is freed when
     its last caller lets go. One that can't be loaded, or fails its smoke
     input (``smoke.py``), is reported in the log and by ``refused()``, and the old one stays.
-    ``device`` and ``threads`` as in ``OnnxModel``.
+    ``device``, ``threads`` and ``memory_bytes`` as in ``OnnxModel``.
     """
 
     def __init__(
@@ -63,12 +64,14 @@ class EdgeRuntime:
         *,
         device: str = "cpu",
         threads: int | None = None,
+        memory_bytes: int | None = None,
         check_s: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.repository = root if isinstance(root, ModelRepository) else ModelRepository(root)
         self._device = device
         self._threads = threads
+        self._memory_bytes = memory_bytes
         self._cache_dir = None if self.repository.root.is_file() else self.repository.root / FOLDER
         self._check_s = check_s
         self._clock = clock
@@ -103,17 +106,29 @@ class EdgeRuntime:
         ``DeadlineExceededError``.
         """
         model = self._model(request.model, request.version)
-        found = model.metadata
-        outputs = model.run(request.inputs, request.outputs, deadline=deadline, halt=halt)
-        if request.classes:
-            outputs = classified(outputs, request.classes, model.labels)
-        return Answer(
-            MappingProxyType(outputs),  # read-only and nobody else's already
-            model=found.name,
-            version=found.version,
-            id=request.id,
-            digest=found.digest,
+        return _answer(
+            model, request, model.run(request.inputs, request.outputs, deadline=deadline, halt=halt)
         )
+
+    def run_many(
+        self, requests: Sequence[Request], *, deadline: float = math.inf, halt: Halt | None = None
+    ) -> list[Answer]:
+        """``run`` for each of ``requests``, in their order, in as few runs as the model allows. All are of one
+        model, version and choice of outputs: those of the first.
+        """
+        if not requests:
+            return []
+        first = requests[0]
+        model = self._model(first.model, first.version)
+        feeds = [request.inputs for request in requests]
+        found = model.run_many(feeds, first.outputs, deadline=deadline, halt=halt)
+        return [_answer(model, request, each) for request, each in zip(requests, found, strict=True)]
+
+    def bind(self, shapes: Mapping[str, Sequence[int]], model: str = "", version: str = "") -> Binding:
+        """The model in use now, bound to buffers of these input shapes: for a loop that must not allocate
+        (``binding.py``).
+        """
+        return self._model(model, version).bind(shapes)
 
     def refresh(self) -> None:
         """Look at the folder now and switch to what is new or changed in it before returning (as after a
@@ -259,6 +274,7 @@ class EdgeRuntime:
                         digest=file.digest,
                         device=self._device,
                         threads=self._threads,
+                        memory_bytes=self._memory_bytes,
                         cache_dir=self._cache_dir if keep else None,
                     )
                 except EdgeError as error:
@@ -280,6 +296,19 @@ class EdgeRuntime:
         self._opening = {}
         for slot in self._slots.values():
             slot.renewing = threading.Lock()
+
+
+def _answer(model: OnnxModel, request: Request, outputs: dict[str, Array]) -> Answer:
+    if request.classes:
+        outputs = classified(outputs, request.classes, model.labels)
+    found = model.metadata
+    return Answer(
+        MappingProxyType(outputs),  # read-only and nobody else's already
+        model=found.name,
+        version=found.version,
+        id=request.id,
+        digest=found.digest,
+    )
 
 
 _LIVE: weakref.WeakSet[EdgeRuntime] = weakref.WeakSet()

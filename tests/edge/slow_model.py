@@ -9,10 +9,10 @@ from onnx import TensorProto, helper
 
 from tests import models
 
-STEPS = 100
+STEPS = 200
 
 
-def slow(path: Path, *, width: int = 600, steps: int = STEPS) -> Path:
+def slow(path: Path, *, width: int = 256, steps: int = STEPS) -> Path:
     """``x`` FP32 [-1, 3] → ``probs`` FP32 [-1, 2] as ``affine``, after ``steps`` products of ``width`` × ``width``."""
     rng = np.random.default_rng(0)
     nodes = [
