@@ -12,8 +12,6 @@ in use did better on them.
 
 from __future__ import annotations
 
-import zipfile
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +75,9 @@ def _try(model: OnnxModel, file: Path) -> None:
 
 
 def _read(file: Path) -> dict[str, Array]:
+    import zipfile  # late: few models have one, and it is a twentieth of a cold start
+    import zlib
+
     try:
         with file.open("rb") as handle:  # numpy leaves it open where it is damaged
             found = np.load(handle, allow_pickle=False)
