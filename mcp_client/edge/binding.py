@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import InvalidInputError, listed
-from ..tensors import Array, dtype_of
+from ..tensors import Array, datatype_of, dtype_of
 from .limits import Halt
 
 if TYPE_CHECKING:
     from .model import OnnxModel
 
 ALIGNMENT = 64  # bytes: a cache line, and the widest vector register (AVX-512)
-_ONNX_BFLOAT16 = 16  # TensorProto.DataType
+# TensorProto.DataType of what numpy has no type of its own for.
+_ONNX_TYPES = {"BF16": 16, "FP8E4M3FN": 17, "FP8E4M3FNUZ": 18, "FP8E5M2": 19, "FP8E5M2FNUZ": 20}
 
 
 class Binding:
@@ -63,7 +64,7 @@ class Binding:
             bound = session.io_binding()
             for bind, arrays in ((bound.bind_input, self.inputs), (bound.bind_output, self.outputs)):
                 for name, array in arrays.items():
-                    kind = _ONNX_BFLOAT16 if array.dtype == dtype_of("BF16") else array.dtype
+                    kind = _ONNX_TYPES.get(datatype_of(array), array.dtype)
                     bind(name, "cpu", 0, kind, array.shape, array.ctypes.data)
             self._session, self._bound = session, bound
         return self._bound
