@@ -17,74 +17,30 @@ from sqlalchemy.exc import OperationalError
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware.gzip import GZipMiddleware
+from starlette.responses import PlainTextResponse
 
+from . import openapi as o
 from .access import Access
 from .errors import APIError
 from .ingest import MAX_BODY_BYTES, parse, too_large, unpack
 from .intake import Intake
+from .openapi import MSGPACK, described, with_security
 from .policies import current, put
 from .service import DEFAULT_PROFILE_BYTES, MAX_PROFILE_BYTES, Profiles
 from .store import Store
 
 log = logging.getLogger("mcp_profile")
 
-MSGPACK = "application/vnd.mcp.profile+msgpack"
 _CODES = {404: "not_found", 405: "method_not_allowed"}
 _PORT = re.compile(r":\d+$")
 _LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "[::1]")
-
-_BATCH_SCHEMA = {
-    "required": True,
-    "content": {
-        "application/json": {
-            "schema": {
-                "type": "object",
-                "required": ["batch_id", "client_id", "events"],
-                "properties": {
-                    "batch_id": {"type": "string", "minLength": 1, "maxLength": 64},
-                    "client_id": {"type": "string", "minLength": 1, "maxLength": 64},
-                    "sdk": {"type": "string"},
-                    "sent_at": {"type": "string"},
-                    "events": {"type": "array", "items": {"type": "object"}},
-                },
-            }
-        }
-    },
-}
-
-
-_SECONDS = {"type": "number", "minimum": 0}
-_POLICY_SCHEMA = {
-    "required": True,
-    "content": {
-        "application/json": {
-            "schema": {
-                "type": "object",
-                "properties": {
-                    "rules": {
-                        "type": "array",
-                        "items": {
-                            "type": "object",
-                            "required": ["prefix", "ttl_s"],
-                            "properties": {
-                                "prefix": {"type": "string"},
-                                "ttl_s": _SECONDS,
-                                "max_ttl_s": _SECONDS,
-                            },
-                        },
-                    },
-                    "default_ttl_s": {"type": ["number", "null"], "minimum": 0},
-                },
-            }
-        }
-    },
-}
 
 
 def create_app(store: Store, profiles: Profiles, access: Access, intake: Intake) -> FastAPI:
     """The application; ``access`` decides who may use it, ``intake`` takes events in."""
     app = FastAPI(title="MCP Profile API", version="1", docs_url=None, redoc_url=None)
     app.add_middleware(GZipMiddleware, minimum_size=1024, compresslevel=5)
+    with_security(app)
     registry = intake.registry
     seconds = Histogram("mcp_profile_request_seconds", "Time to answer", ["route"], registry=registry)
 
@@ -117,7 +73,11 @@ def create_app(store: Store, profiles: Profiles, access: Access, intake: Intake)
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
         code = _CODES.get(error.status_code, "error")
-        known = APIError(error.status_code, code, str(error.detail), headers=error.headers)
+        headers = dict(error.headers or {})
+        if error.status_code == 405:  # Starlette names the methods of one of the path's routes only
+            same = [one for one in app.routes if getattr(one, "path", "") == request.url.path]
+            headers["Allow"] = ", ".join(sorted({m for one in same for m in getattr(one, "methods", ())}))
+        known = APIError(error.status_code, code, str(error.detail), headers=headers)
         return _answer(known, request.state.id)
 
     @app.exception_handler(RequestValidationError)
@@ -143,7 +103,7 @@ def create_app(store: Store, profiles: Profiles, access: Access, intake: Intake)
             APIError(500, "internal", "the Profile API failed; its log has the details"), request.state.id
         )
 
-    @app.post("/v1/telemetry", status_code=202, openapi_extra={"requestBody": _BATCH_SCHEMA})
+    @app.post("/v1/telemetry", **described(o.TAKEN, 400, 413, 415, 429, status=202, body=o.BATCH))
     async def telemetry(request: Request) -> Response:
         """Take a batch of events in; a batch id seen before counts once."""
         app_id = await run_in_threadpool(allowed, request, "ingest")
@@ -160,7 +120,7 @@ def create_app(store: Store, profiles: Profiles, access: Access, intake: Intake)
             answer["rejected"] = [{"index": index, "error": error} for index, error in rejected]
         return _json(answer, 202)
 
-    @app.get("/v1/profile")
+    @app.get("/v1/profile", **described(o.PROFILE, unchanged=True, also=MSGPACK))
     def profile(
         request: Request,
         accept: Annotated[str, Header()] = "application/json",
@@ -184,7 +144,7 @@ def create_app(store: Store, profiles: Profiles, access: Access, intake: Intake)
         body, kind = (rendered.msgpack, MSGPACK) if packed else (rendered.json, "application/json")
         return Response(body, media_type=kind, headers=headers)
 
-    @app.get("/v1/paths")
+    @app.get("/v1/paths", **described(o.PATHS))
     def paths(
         request: Request,
         min_support: Annotated[int, Query(ge=1, le=1 << 31)] = 2,
@@ -193,7 +153,7 @@ def create_app(store: Store, profiles: Profiles, access: Access, intake: Intake)
         """Frequent sequences of steps that no longer sequence accounts for (closed), most frequent first."""
         return _json({"paths": profiles.frequent_paths(allowed(request, "read"), min_support, limit)})
 
-    @app.get("/v1/graph")
+    @app.get("/v1/graph", **described(o.GRAPH))
     def graph(
         request: Request,
         session: Annotated[str, Query(max_length=128, pattern=r"^[^\x00-\x1f\x7f]*$")] = "",
@@ -202,7 +162,7 @@ def create_app(store: Store, profiles: Profiles, access: Access, intake: Intake)
         """Steps and the transitions between them: of one session (its hashed id), or of all."""
         return _json(profiles.graph(allowed(request, "read"), session, limit))
 
-    @app.get("/v1/ttl-policy")
+    @app.get("/v1/ttl-policy", **described(o.POLICY, unchanged=True))
     def ttl_policy(request: Request, if_none_match: Annotated[str, Header()] = "") -> Response:
         """How long answers are fresh, by model id; version 0 is none. 304 if it is what ``If-None-Match`` names."""
         policy = current(store, allowed(request, "read"))
@@ -211,7 +171,7 @@ def create_app(store: Store, profiles: Profiles, access: Access, intake: Intake)
             return Response(status_code=304, headers=headers)
         return Response(orjson.dumps(policy), media_type="application/json", headers=headers)
 
-    @app.put("/v1/ttl-policy", openapi_extra={"requestBody": _POLICY_SCHEMA})
+    @app.put("/v1/ttl-policy", **described(o.POLICY, 400, 413, 415, body=o.POLICY_BODY))
     async def put_ttl_policy(request: Request) -> Response:
         """Put another TTL policy into force, for all clients that watch at once; it gets the next version."""
         app_id = await run_in_threadpool(allowed, request, "admin")
@@ -219,24 +179,24 @@ def create_app(store: Store, profiles: Profiles, access: Access, intake: Intake)
         body = await _body(request)
         return _json(await run_in_threadpool(put, store, app_id, body))
 
-    @app.get("/v1/stats")
+    @app.get("/v1/stats", **described(o.STATS))
     def stats(request: Request) -> Response:
         """Totals, by source and by hour, and where mining stands."""
         app_id = allowed(request, "read")
         return _json(store.stats(app_id) | {"profile": profiles.status(app_id)})
 
-    @app.get("/healthz")
+    @app.get("/healthz", **described(o.STATUS, key=False))
     def healthz() -> Response:
         """Whether the process runs."""
         return _json({"status": "ok"})
 
-    @app.get("/readyz")
+    @app.get("/readyz", **described(o.STATUS, key=False))
     def readyz() -> Response:
         """Whether the database answers."""
         store.ping()
         return _json({"status": "ready"})
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse, **described(None, kind="text/plain"))
     def metrics(request: Request) -> Response:
         """Prometheus metrics."""
         allowed(request, "read")

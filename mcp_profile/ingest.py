@@ -131,9 +131,11 @@ def check(data: Any) -> Batch:
         )
     batch_id = _name(data, "batch_id")
     client_id = _name(data, "client_id")
-    sdk = data.get("sdk") or ""
-    if not isinstance(sdk, str) or _unfit(sdk):
+    sdk, sent_at = (data.get(name) for name in ("sdk", "sent_at"))
+    if not isinstance(sdk, str | None) or _unfit(sdk or ""):
         raise APIError(422, "not_a_batch", "sdk must be a short text such as 'mcp2026-python/0.1.0'")
+    if not isinstance(sent_at, str | None):
+        raise APIError(422, "not_a_batch", f"sent_at must be a text; got {_shown(sent_at)}")
     events = data.get("events")
     if not isinstance(events, list):
         raise APIError(422, "not_a_batch", f"events must be a list; got {_kind(events)}")
@@ -147,7 +149,7 @@ def check(data: Any) -> Batch:
         except ValueError as error:
             rejected.append((index, str(error)))
     rows.sort(key=itemgetter(0))
-    return Batch(batch_id, client_id, sdk[:100], rows, rejected)
+    return Batch(batch_id, client_id, (sdk or "")[:100], rows, rejected)
 
 
 def too_large(message: str) -> APIError:
