@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 NAME ?= demo
 ARGS ?=
 
-.PHONY: demo test test-httpx test-arm64 lint bench clean
+.PHONY: demo test test-httpx test-arm64 test-spark lint bench clean
 
 $(STAMP): pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -25,6 +25,10 @@ test-httpx: $(STAMP)  ## the promises once more, on the original httpx instead o
 
 test-arm64: $(STAMP)  ## tests/edge on an emulated Raspberry Pi 3 (Debian: as root, or with qemu-user-static and mmdebstrap installed)
 	@tests/arm64/run.sh $(BIN)/python $(VENV)/arm64 $(ARGS)
+
+test-spark: $(STAMP)  ## mining on a Spark cluster of one machine (pyspark, 400 MB; needs Java 17)
+	@$(BIN)/python -c 'import pyspark' 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check 'pyspark>=4.0' 1>&2
+	@$(BIN)/python -m pytest tests/spark $(ARGS)
 
 lint: $(STAMP)
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
