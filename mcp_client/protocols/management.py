@@ -6,10 +6,11 @@ A gRPC message is read as the document that Triton's HTTP would have sent (``man
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
-from ..errors import InvalidInputError, ProtocolError
+from ..errors import InvalidInputError, NotFoundError, ProtocolError, ServerError
 from ..management import STAGES, Duration, IndexEntry, ModelConfig, ModelStatistics, ServerInfo
 from ..tensors import TensorSpec
 from .documents import text_of
@@ -43,6 +44,17 @@ def read_index(document: Any) -> list[IndexEntry]:
 def ready_names(index: list[IndexEntry]) -> list[str]:
     """The models that have a version ready to run, each once."""
     return list(dict.fromkeys(entry.name for entry in index if entry.state in ("READY", "")))
+
+
+# What a Triton (2.51) says of a model that it does not have, when asked for statistics: with status 400.
+_NO_SUCH_MODEL = re.compile(r"requested model .* is not available")
+
+
+def statistics_error(error: ServerError) -> ServerError:
+    """The error of a refused question for statistics."""
+    if error.status == 400 and _NO_SUCH_MODEL.search(error.message):
+        return NotFoundError(error.message, status=404, code=error.code)
+    return error
 
 
 def read_statistics(document: dict[str, Any]) -> list[ModelStatistics]:

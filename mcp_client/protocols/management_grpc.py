@@ -7,7 +7,7 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from ..errors import InvalidInputError, NotOfferedError
+from ..errors import InvalidInputError, NotOfferedError, ServerError
 from ..management import IndexEntry, ModelConfig, ModelStatistics, ServerInfo
 from . import WireRequest, WireResponse
 from . import oip_pb2 as pb
@@ -20,6 +20,7 @@ from .management import (
     read_server,
     read_statistics,
     ready_names,
+    statistics_error,
     write_config,
 )
 from .protobuf_bytes import parse
@@ -95,7 +96,10 @@ class OipGrpcManagement:
         return ask("ModelStatistics", pb.ModelStatisticsRequest(name=model, version=version))
 
     def decode_statistics(self, response: WireResponse) -> list[ModelStatistics]:
-        require_offered(response, "model statistics")
+        try:
+            require_offered(response, "model statistics")
+        except ServerError as error:
+            raise statistics_error(error) from None
         return read_statistics(
             plain(parse(pb.ModelStatisticsResponse, bytes(response.body), "the model statistics"))
         )

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from ..errors import InvalidInputError, NotOfferedError, ProtocolError
+from ..errors import InvalidInputError, NotOfferedError, ProtocolError, ServerError
 from ..management import IndexEntry, ModelConfig, ModelStatistics, ServerInfo
 from . import WireRequest, WireResponse
 from .http_common import name_in_path, server_error
@@ -21,6 +21,7 @@ from .management import (
     read_server,
     read_statistics,
     ready_names,
+    statistics_error,
     write_config,
 )
 
@@ -94,7 +95,10 @@ class OipHttpManagement:
         return WireRequest("GET", f"{model_path(model, version)}/stats" if model else "/v2/models/stats")
 
     def decode_statistics(self, response: WireResponse) -> list[ModelStatistics]:
-        require_offered(response, "model statistics")
+        try:
+            require_offered(response, "model statistics")
+        except ServerError as error:
+            raise statistics_error(error) from None
         return read_statistics(loads_object(response.body, "the model statistics"))
 
     def config(self, model: str, version: str) -> WireRequest:

@@ -12,7 +12,7 @@ from google.protobuf.json_format import ParseDict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcp_client.errors import InvalidInputError, ProtocolError, ServerError
+from mcp_client.errors import InvalidInputError, NotFoundError, ProtocolError, ServerError
 from mcp_client.management import STAGES, Duration, IndexEntry, ModelConfig, ModelStatistics, ServerInfo
 from mcp_client.protocols import WireResponse, management_grpc, management_http
 from mcp_client.protocols import oip_pb2 as pb
@@ -118,6 +118,18 @@ def test_a_server_that_says_little_is_understood() -> None:
     assert HTTP.decode_model_ready(ok(b"")) is True
     assert HTTP.decode_model_ready(ok(b'{"name": "m", "ready": false}')) is False  # KServe says no so
     assert HTTP.decode_config(ok(b'{"name": "m"}')) == ModelConfig("m")
+
+
+def test_a_model_that_triton_has_no_statistics_of_is_not_there() -> None:
+    """It answers 400 (seen with 2.51), where it answers 404 to any other question about such a model."""
+    message = "requested model 'nope' is not available"
+    answers = (
+        (HTTP, WireResponse(400, {}, dumps({"error": message}))),
+        (GRPC, WireResponse(400, {"grpc-status": "INVALID_ARGUMENT"}, message.encode())),
+    )
+    for codec, answer in answers:
+        with pytest.raises(NotFoundError, match="'nope'"):
+            codec.decode_statistics(answer)
 
 
 def test_load_parameters_travel_as_triton_reads_them() -> None:
