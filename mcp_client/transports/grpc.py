@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import re
 import threading
 import time
@@ -31,6 +32,8 @@ from ..protocols.grpc_status import GRPC_STATUS, STATUS_OF
 from ..protocols.oip_grpc import MAX_MESSAGE_BYTES
 from .credential import Credential
 from .ipc import Arena
+from .tls import TlsContexts
+from .tunnel import Tunnel
 
 # gRPC reads this once, at import. With it gRPC stops its threads before a fork and starts afresh in the child, provided that no
 # thread is inside a call at that moment (`_ForkGate`); without it, or otherwise, every call in the child hangs.
@@ -45,9 +48,13 @@ except ImportError as missing:
 SCHEMES = ("grpc", "grpcs", "grpc+unix")
 # As over HTTP: what was unused for this long is closed rather than trusted.
 _IDLE_MS = 55_000
+# As over HTTP too, give or take a fifth.
+MAX_AGE_S = 300.0
 # gRPC waits up to two minutes before it connects again, and fails every call meanwhile. How long a server is left alone is the
 # circuit breaker's business.
 _RECONNECT_MS = (50, 500)
+# What gRPC calls its least back-off is the time that connecting may take, TLS and HTTP/2's first frames included.
+_CONNECT_MS = 5000
 
 
 # grpc_compression_algorithm, in gRPC's own numbers.
@@ -137,11 +144,12 @@ class _Target:
         compression: str | None,
     ) -> None:
         self.url, self.address, self.secure = _parse(url)
-        if tls is not None and (tls.spiffe_id is not None or tls.min_version != "1.2"):
-            raise ConfigurationError(
-                "gRPC's Python library can set neither TLS(min_version=…) nor TLS(spiffe_id=…); use https:// for these"
-            )
         self.tls = tls
+        self.contexts = TlsContexts(tls, alpn="h2")
+        # gRPC's Python library can set neither of these.
+        self.tunnelled = (
+            self.secure and tls is not None and (tls.spiffe_id is not None or tls.min_version != "1.2")
+        )
         self.credential = credential
         self.arena = Arena.for_address(self.address)
         self.metadata = tuple(_pair(name, value) for name, value in headers.items())
@@ -150,7 +158,7 @@ class _Target:
             ("grpc.max_receive_message_length", min(max_response_bytes, MAX_MESSAGE_BYTES)),
             ("grpc.client_idle_timeout_ms", _IDLE_MS),
             ("grpc.initial_reconnect_backoff_ms", _RECONNECT_MS[0]),
-            ("grpc.min_reconnect_backoff_ms", _RECONNECT_MS[0]),
+            ("grpc.min_reconnect_backoff_ms", _CONNECT_MS),
             ("grpc.max_reconnect_backoff_ms", _RECONNECT_MS[1]),
             ("grpc.lb_policy_name", "round_robin"),  # a name with several addresses is several replicas
             ("grpc.enable_retries", 0),  # there is one retry loop, in flow.py
@@ -174,6 +182,22 @@ class _Target:
         except OSError as error:
             raise ConfigurationError(f"the TLS files of {self.tls!r} can't be used: {error}") from error
         return grpc.ssl_channel_credentials(*read)
+
+    def tunnel(self) -> Tunnel:
+        parts = urlsplit(self.url)
+        assert parts.hostname is not None
+        assert parts.port is not None
+        return Tunnel(parts.hostname, parts.port, self.contexts)
+
+    def channel(self, library: Any, tunnel: Tunnel | None) -> Any:
+        """A new channel of ``grpc`` or ``grpc.aio``."""
+        if tunnel is not None:
+            return library.insecure_channel(
+                tunnel.address, [*self.options, ("grpc.default_authority", self.address)]
+            )
+        if self.secure:
+            return library.secure_channel(self.address, self.credentials(), self.options)
+        return library.insecure_channel(self.address, self.options)
 
     def renewed(self, response: WireResponse, metadata: tuple[tuple[str, str], ...]) -> bool:
         """Whether the server refused the token that was sent and there is another one now."""
@@ -204,7 +228,7 @@ class _Target:
             metadata += (("authorization", f"Bearer {self.credential.token()}"),)
         return b"".join(wire.body), left, metadata
 
-    def failure(self, error: Any, deadline: float) -> WireResponse:
+    def failure(self, error: Any, deadline: float, tunnel: Tunnel | None) -> WireResponse:
         """A server's error as a response for the codec; anything else raises what it means."""
         code: str = error.code().name
         details: str = error.details() or ""
@@ -220,8 +244,9 @@ class _Target:
             # The server's limit: no overload, and sending it again is no use.
             return WireResponse(413, {**headers, GRPC_STATUS: code}, details.encode())
         if code in _MADE_UP and _NO_ANSWER.search(details):
+            why = f"{tunnel.problem}" if tunnel is not None and tunnel.problem is not None else details
             raise ConnectionFailedError(
-                f"no answer from {self.url}: {details}; does a gRPC server run there?"
+                f"no answer from {self.url}: {why}; does a gRPC server run there?"
             ) from error
         return WireResponse(STATUS_OF.get(code, 500), {**headers, GRPC_STATUS: code}, details.encode())
 
@@ -263,6 +288,41 @@ def _no_http_client(client: Any) -> None:
         raise ConfigurationError("http_client is for http:// and https:// only")
 
 
+class _Channel:
+    """A channel and the calls that use it. One that is too old, or whose TLS files have changed, takes no new ones and is closed
+    after its last: its successor may reach another replica, and shows the new certificate.
+    """
+
+    _LOOK_EVERY_S = 1.0  # at the files
+
+    def __init__(self, target: _Target, library: Any, tunnel: Tunnel | None) -> None:
+        self._contexts = target.contexts
+        self._stamps = target.contexts.stamps()
+        now = time.monotonic()
+        self._until = now + MAX_AGE_S * random.uniform(0.8, 1.2)
+        self._look_at = now + self._LOOK_EVERY_S
+        self._methods: dict[str, Any] = {}
+        self.channel = target.channel(library, tunnel)
+        self.calls = 0
+        self.closed = False
+        self.keeper: Any = None  # asyncio's: what closes it when its loop ends
+
+    def unary(self, path: str) -> Any:
+        method = self._methods.get(path)
+        if method is None:
+            method = self._methods[path] = self.channel.unary_unary(path)
+        return method
+
+    def is_over(self) -> bool:
+        now = time.monotonic()
+        if now >= self._until:
+            return True
+        if now >= self._look_at:
+            self._look_at = now + self._LOOK_EVERY_S
+            return self._contexts.stamps() != self._stamps
+        return False
+
+
 class GrpcTransport:
     """Blocking exchanges with one server. Safe to share between threads; ``reset`` is for the child after a fork."""
 
@@ -286,22 +346,35 @@ class GrpcTransport:
     def reset(self) -> None:
         """Start with no channel; the old one is left alone (after a fork gRPC has closed the child's copy itself)."""
         self._lock = threading.Lock()
-        self._channel: Any = None
-        self._methods: dict[str, Any] = {}
+        self._current: _Channel | None = None
+        self._tunnel: Tunnel | None = None
         if self.arena is not None:
             self.arena.reset()
 
-    def _connect(self) -> Any:
-        """The channel, opened at the first call: before that a process may fork without a thought."""
+    def _take(self) -> _Channel:
+        """A channel for one call; ``_give`` must follow. It is opened at the first: before that a process may fork without
+        a thought.
+        """
         with self._lock:
-            if self._channel is None:
-                target = self._target
-                self._channel = (
-                    grpc.secure_channel(target.address, target.credentials(), target.options)
-                    if target.secure
-                    else grpc.insecure_channel(target.address, target.options)
-                )
-            return self._channel
+            current, over = self._current, None
+            if current is not None and current.is_over():
+                over, self._current = current, None
+            if self._current is None:
+                if self._target.tunnelled and self._tunnel is None:
+                    self._tunnel = self._target.tunnel()
+                self._current = _Channel(self._target, grpc, self._tunnel)
+            taken = self._current
+            taken.calls += 1
+        if over is not None and not over.calls:
+            over.channel.close()
+        return taken
+
+    def _give(self, taken: _Channel) -> None:
+        with self._lock:
+            taken.calls -= 1
+            over = taken is not self._current and not taken.calls
+        if over:
+            taken.channel.close()
 
     def send(self, wire: WireRequest, deadline: float) -> WireResponse:
         """One exchange, over by ``deadline`` (``time.monotonic()`` seconds)."""
@@ -315,45 +388,50 @@ class GrpcTransport:
     def _send(
         self, wire: WireRequest, message: bytes, left: float, metadata: Any, deadline: float
     ) -> WireResponse:
+        taken = self._take()
         try:
             with _gate:
-                method = self._methods.get(wire.path)
-                if method is None:
-                    method = self._methods[wire.path] = self._connect().unary_unary(wire.path)
-                body, call = method.with_call(message, timeout=left, metadata=metadata)
+                body, call = taken.unary(wire.path).with_call(message, timeout=left, metadata=metadata)
             return WireResponse(200, _headers(call.initial_metadata()), body)
         except KeyboardInterrupt as interrupt:
             # gRPC cancels a call once nobody holds it: not the traceback either, which may be kept for long.
             traceback.clear_frames(interrupt.__traceback__)
             raise
         except grpc.RpcError as error:
-            return self._target.failure(error, deadline)
+            return self._target.failure(error, deadline, self._tunnel)
         except ValueError as error:  # what gRPC raises on a closed channel
             raise _closed(self.url, error) from error
+        finally:
+            self._give(taken)
 
     def stream(self, wire: WireRequest, deadline: float) -> Iterator[WireResponse]:
         """Send one message on a stream and hand out the answers as they come; closing the iterator cancels the call."""
         message, left, metadata = self._target.call(wire, deadline)
+        taken = self._take()
         try:
             with _gate:
                 pass  # a stream's calls are made in gRPC's own thread, which knows of forks
-            call = self._connect().stream_stream(wire.path)(iter((message,)), timeout=left, metadata=metadata)
+            call = taken.channel.stream_stream(wire.path)(iter((message,)), timeout=left, metadata=metadata)
+            try:
+                for body in call:
+                    yield WireResponse(200, _headers(call.initial_metadata()), body)
+            except grpc.RpcError as error:
+                yield self._target.failure(error, deadline, self._tunnel)
+            finally:
+                call.cancel()
         except ValueError as error:
             raise _closed(self.url, error) from error
-        try:
-            for body in call:
-                yield WireResponse(200, _headers(call.initial_metadata()), body)
-        except grpc.RpcError as error:
-            yield self._target.failure(error, deadline)
         finally:
-            call.cancel()
+            self._give(taken)
 
     def close(self) -> None:
         if self.arena is not None:
             self.arena.close()
         with self._lock:
-            if self._channel is not None:
-                self._channel.close()
+            if self._current is not None:
+                self._current.channel.close()
+            if self._tunnel is not None:
+                self._tunnel.close()
 
 
 class AsyncGrpcTransport:
@@ -377,35 +455,51 @@ class AsyncGrpcTransport:
         self.reset()
 
     def reset(self) -> None:
-        self._channels: dict[asyncio.AbstractEventLoop, tuple[Any, AsyncGenerator[None, None]]] = {}
+        self._channels: dict[asyncio.AbstractEventLoop, _Channel] = {}
+        self._tunnel: Tunnel | None = None
         if self.arena is not None:
             self.arena.reset()
 
-    async def _channel(self) -> Any:
+    async def _take(self) -> _Channel:
+        """This loop's channel, for one call; ``_give`` must follow."""
         loop = asyncio.get_running_loop()
         known = self._channels.get(loop)
+        if known is not None and known.is_over():
+            over, known = known, None
+            del self._channels[loop]
+            if not over.calls:
+                await self._end(over)
+                known = self._channels.get(loop)  # another task's, meanwhile
         if known is None:
             with _gate:
                 _gate.aio_channels += 1
-            target = self._target
-            channel = (
-                grpc.aio.secure_channel(target.address, target.credentials(), target.options)
-                if target.secure
-                else grpc.aio.insecure_channel(target.address, target.options)
-            )
-            keeper = self._closing(loop, channel)
-            known = self._channels[loop] = channel, keeper
-            await anext(keeper)
-        return known[0]
+            if self._target.tunnelled and self._tunnel is None:
+                self._tunnel = self._target.tunnel()
+            known = self._channels[loop] = _Channel(self._target, grpc.aio, self._tunnel)
+            known.keeper = self._closing(loop, known)
+            await anext(known.keeper)  # does not wait
+        known.calls += 1
+        return known
 
-    async def _closing(self, loop: asyncio.AbstractEventLoop, channel: Any) -> AsyncGenerator[None, None]:
+    async def _give(self, taken: _Channel) -> None:
+        taken.calls -= 1
+        if not taken.calls and self._channels.get(asyncio.get_running_loop()) is not taken:
+            await self._end(taken)
+
+    async def _closing(self, loop: asyncio.AbstractEventLoop, made: _Channel) -> AsyncGenerator[None, None]:
         """Closes the channel when its loop ends: a loop closes the async generators that are still open in it."""
         try:
             yield
         finally:
-            self._channels.pop(loop, None)
+            if self._channels.get(loop) is made:
+                del self._channels[loop]
+            await self._end(made)
+
+    async def _end(self, over: _Channel) -> None:
+        if not over.closed:
+            over.closed = True
             _gate.aio_channels -= 1
-            await channel.close()
+            await over.channel.close()
 
     async def send(self, wire: WireRequest, deadline: float) -> WireResponse:
         """As ``GrpcTransport.send``. Cancelling the task cancels the call."""
@@ -421,31 +515,35 @@ class AsyncGrpcTransport:
     async def _send(
         self, wire: WireRequest, message: bytes, left: float, metadata: Any, deadline: float
     ) -> WireResponse:
-        channel = await self._channel()
+        taken = await self._take()
         try:
-            call = channel.unary_unary(wire.path)(message, timeout=left, metadata=metadata)
+            call = taken.unary(wire.path)(message, timeout=left, metadata=metadata)
             body = await call
             return WireResponse(200, _headers(await call.initial_metadata()), body)
         except grpc.aio.AioRpcError as error:
-            return self._target.failure(error, deadline)
+            return self._target.failure(error, deadline, self._tunnel)
         except grpc.aio.UsageError as error:
             raise _closed(self.url, error) from error
+        finally:
+            await self._give(taken)
 
     async def stream(self, wire: WireRequest, deadline: float) -> AsyncIterator[WireResponse]:
         """As ``GrpcTransport.stream``."""
         message, left, metadata = self._target.call(wire, deadline)
-        channel = await self._channel()
+        taken = await self._take()
         try:
-            call = channel.stream_stream(wire.path)(iter((message,)), timeout=left, metadata=metadata)
+            call = taken.channel.stream_stream(wire.path)(iter((message,)), timeout=left, metadata=metadata)
+            try:
+                async for body in call:
+                    yield WireResponse(200, _headers(await call.initial_metadata()), body)
+            except grpc.aio.AioRpcError as error:
+                yield self._target.failure(error, deadline, self._tunnel)
+            finally:
+                call.cancel()
         except grpc.aio.UsageError as error:
             raise _closed(self.url, error) from error
-        try:
-            async for body in call:
-                yield WireResponse(200, _headers(await call.initial_metadata()), body)
-        except grpc.aio.AioRpcError as error:
-            yield self._target.failure(error, deadline)
         finally:
-            call.cancel()
+            await self._give(taken)
 
     async def close(self) -> None:
         """Close this loop's channel; those of other loops go with their loops."""
@@ -453,7 +551,9 @@ class AsyncGrpcTransport:
             self.arena.close()
         known = self._channels.get(asyncio.get_running_loop())
         if known is not None:
-            await known[1].aclose()
+            await known.keeper.aclose()
+        if self._tunnel is not None:
+            self._tunnel.close()
 
 
 def _closed(url: str, error: Exception) -> MCPError:

@@ -20,8 +20,9 @@ class WrongPeerError(ssl.SSLError):
 class TlsContexts:
     """The context for each new connection; made anew when one of its files has changed."""
 
-    def __init__(self, config: TLS | None) -> None:
+    def __init__(self, config: TLS | None, alpn: str = "http/1.1") -> None:
         self._config = config
+        self._alpn = alpn
         self._lock = threading.Lock()
         self._made: ssl.SSLContext | None = None
         self._stamp: tuple[Any, ...] = ()
@@ -29,7 +30,7 @@ class TlsContexts:
             self.current()  # a wrong file is told at once, not at the first call
 
     def current(self) -> ssl.SSLContext:
-        stamp = self._stamps()
+        stamp = self.stamps()
         with self._lock:
             if self._made is None or stamp != self._stamp:
                 try:
@@ -44,7 +45,8 @@ class TlsContexts:
                 self._stamp = stamp
             return self._made
 
-    def _stamps(self) -> tuple[Any, ...]:
+    def stamps(self) -> tuple[Any, ...]:
+        """What changes when one of the files does."""
         config = self._config
         if config is None:
             return ()
@@ -78,7 +80,7 @@ class TlsContexts:
                 context.load_cert_chain(config.cert, config.key)
             if config.spiffe_id is not None:
                 context.check_hostname = False  # the id takes the name's place, see check_peer
-        context.set_alpn_protocols(["http/1.1"])
+        context.set_alpn_protocols([self._alpn])
         return context
 
     def check_peer(self, certificate: dict[str, Any] | None) -> None:
