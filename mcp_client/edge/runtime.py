@@ -25,6 +25,7 @@ from .model import OnnxModel
 from .optimised import FOLDER
 from .repository import ModelFile, ModelRepository
 from .smoke import prove
+from .watch import Watch
 
 __all__ = ["EdgeRuntime", "OnnxModel"]
 
@@ -51,9 +52,9 @@ class _Slot:
 class EdgeRuntime:
     """Runs the models of a folder; safe to share between threads, usable in a forked child.
 
-    A newer version, or a changed file, is noticed by a call within ``check_s`` seconds: it is loaded and
-    warmed in the background while calls go on with the old one, then switched to; the old one is freed when
-    its last caller lets go. One that can't be loaded, or fails its smoke
+    A newer version, or a changed file, is noticed within a second (``watch.py``), else by a call within
+    ``check_s`` seconds: it is loaded and warmed in the background while calls go on with the old one, then
+    switched to; the old one is freed when its last caller lets go. One that can't be loaded, or fails its smoke
     input (``smoke.py``), is reported in the log and by ``refused()``, and the old one stays.
     ``device``, ``threads`` and ``memory_bytes`` as in ``OnnxModel``.
     """
@@ -82,6 +83,7 @@ class EdgeRuntime:
         self._open: weakref.WeakValueDictionary[ModelFile, OnnxModel] = weakref.WeakValueDictionary()
         self._opening: dict[tuple[str, str], threading.Lock] = {}
         self._refused: dict[tuple[str, str], str] = {}
+        self._watch: Watch | None = None
         _LIVE.add(self)
 
     def models(self) -> list[str]:
@@ -151,6 +153,8 @@ class EdgeRuntime:
         ``ClientClosedError``.
         """
         self._closed = True
+        if self._watch is not None:
+            self._watch.close()
         for slot in list(self._slots.values()):
             with slot.renewing:
                 slot.model = None
@@ -177,6 +181,7 @@ class EdgeRuntime:
                     slot.looked_at = self._clock()
                     slot.seen = self._sight(name, version)
                     slot.model = self._load(name, version, keep=True)
+                    self._start_watch()
                 return slot.model
             finally:
                 if slot.model is None:  # names that callers made up must not pile up
@@ -190,6 +195,7 @@ class EdgeRuntime:
             return
         handed_over = False
         try:
+            self._start_watch()
             slot.looked_at = self._clock()
             if self._sight(name, version) != slot.seen:
                 threading.Thread(
@@ -202,6 +208,11 @@ class EdgeRuntime:
         finally:
             if not handed_over:
                 slot.renewing.release()
+
+    def _start_watch(self) -> None:
+        """Once; two threads that both come here first start one too many, which does no harm."""
+        if self._watch is None and not self._closed and self.repository.root.is_dir():
+            self._watch = Watch(self.repository.root, self.refresh, delay_s=self._check_s)
 
     def _renew_and_release(self, slot: _Slot, name: str, version: str) -> None:
         try:
@@ -294,6 +305,7 @@ class EdgeRuntime:
     def _after_fork_in_child(self) -> None:
         """Locks may be held by threads that the child does not have."""
         self._opening = {}
+        self._watch = None
         for slot in self._slots.values():
             slot.renewing = threading.Lock()
 

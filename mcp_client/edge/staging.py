@@ -19,7 +19,7 @@ from pathlib import Path
 from ..errors import EdgeError
 from .repository import DIGEST_FILE, ModelRepository
 
-_STAGING = ".staging"  # in the repository's root: the same file system, and no model id starts with a dot
+STAGING = ".staging"  # in the repository's root: the same file system, and no model id starts with a dot
 _LOCK_WAIT_S = 600.0  # a large model over a slow line, downloaded by another process
 _RENAME_EXCHANGE = 2  # linux/fs.h
 _AT_FDCWD = -100
@@ -33,8 +33,8 @@ def locked(root: Path, *, wait_s: float = _LOCK_WAIT_S) -> Iterator[None]:
     Readers need no lock: what they see is always a whole version. Raises ``EdgeError`` if it takes longer
     than ``wait_s``.
     """
-    private_folder(root / _STAGING)
-    with (root / _STAGING / "lock").open("a+b") as file:
+    private_folder(root / STAGING)
+    with (root / STAGING / "lock").open("a+b") as file:
         give_up = time.monotonic() + wait_s
         while True:
             try:
@@ -71,7 +71,7 @@ class Staging:
         self._target = repository.folder(model, version)
         self._root = repository.root
         self._model_key = _short_hash(model)
-        self.folder = self._root / _STAGING / f"{self._model_key}-{_short_hash(f'{version}/{digest}')}"
+        self.folder = self._root / STAGING / f"{self._model_key}-{_short_hash(f'{version}/{digest}')}"
         self._clear(keep=self.folder)
         private_folder(self.folder)
 
@@ -108,7 +108,7 @@ class Staging:
         if aside.is_dir() and not self._target.exists():
             aside.rename(self._target)
         shutil.rmtree(aside, ignore_errors=True)
-        for left in (self._root / _STAGING).glob(f"{self._model_key}-*"):
+        for left in (self._root / STAGING).glob(f"{self._model_key}-*"):
             if left != keep:
                 shutil.rmtree(left, ignore_errors=True)
 
@@ -117,7 +117,7 @@ def set_aside(repository: ModelRepository, folder: Path) -> Path:
     """Take a version out of use in one step, so that none is ever seen half removed; where it lies now,
     to be deleted.
     """
-    aside = repository.root / _STAGING / f"removed-{_short_hash(str(folder))}"
+    aside = repository.root / STAGING / f"removed-{_short_hash(str(folder))}"
     shutil.rmtree(aside, ignore_errors=True)
     folder.rename(aside)
     return aside
