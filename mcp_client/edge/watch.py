@@ -1,7 +1,7 @@
 """A thread that says when something in a folder of models changes, so that a model is switched before the next call comes.
 
-Without ``watchfiles`` (part of the extra ``edge``), or where the system can't tell (network file systems), nothing is lost but
-that: a call looks for itself, at most once in ``check_s`` seconds.
+Where the system can't tell (network file systems) it looks every few seconds; without ``watchfiles`` (part of the extra
+``edge``) only calls look, at most once in ``check_s`` seconds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from .staging import STAGING
 # How long a folder must be quiet, and how often the thread looks at what the kernel told it. An idle one took 0.36 ms of CPU a
 # second and 1.4 MB.
 _STEP_MS = 250
-_LOOK_UP_MS = 10_000  # how often it looks whether anybody is left who wants to know
+# How often it has the folder looked at however quiet it is: for file systems that tell nothing, for what changed before the
+# kernel was asked to tell, and to end when nobody is left who wants to know.
+_LOOK_MS = 5_000
 
 log = logging.getLogger("mcp_client.edge")
 
@@ -55,24 +57,19 @@ class Watch:
             return not path.startswith(hidden)
 
         try:
-            self._tell()  # what changed before it looked
-            for changes in watchfiles.watch(
+            for _changes in watchfiles.watch(
                 self._root,
                 watch_filter=counts,
                 step=_STEP_MS,
-                rust_timeout=_LOOK_UP_MS,
+                rust_timeout=_LOOK_MS,
                 yield_on_timeout=True,
                 stop_event=self._stop,
                 raise_interrupt=False,
             ):
-                if self._changed() is None:
+                changed = self._changed()
+                if changed is None:
                     return
-                if changes:
-                    self._tell()
+                changed()
+                del changed  # or it would keep its object alive until the next change
         except (OSError, RuntimeError) as error:  # no more watches to be had, or the folder is gone
             log.debug("edge: %s is not watched, calls look themselves: %s", self._root, error)
-
-    def _tell(self) -> None:
-        changed = self._changed()
-        if changed is not None:
-            changed()
