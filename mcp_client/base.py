@@ -338,6 +338,8 @@ class BaseClient(ABC):
         server_timeout_ms: float | None = None
         if parameters is not None:
             parameters, priority, server_timeout_ms = call_options.parameters(parameters, priority)
+        if priority is not None:
+            call_options.check_priority(priority)
         if headers is not None:
             call_options.check_headers(headers)
         if request_id is not None and (not isinstance(request_id, str) or not request_id):

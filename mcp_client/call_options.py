@@ -59,8 +59,15 @@ def parameters(
     return rest, priority, timeout / 1000 if type(timeout) is int and timeout else None
 
 
+def check_priority(priority: int) -> None:
+    if type(priority) is not int or not 0 <= priority < 2**63:
+        raise InvalidInputError(f"priority must be a whole number ≥ 0; got {priority!r}")
+
+
 def check_headers(headers: Mapping[str, str]) -> None:
     """Names and values that every transport can carry."""
+    if not isinstance(headers, Mapping):
+        raise InvalidInputError(f"headers must be a dict of names and values; got {type(headers).__name__}")
     for name, value in headers.items():
         if not isinstance(name, str) or not _TOKEN.fullmatch(name):
             raise InvalidInputError(f"{name!r} is no name for a header")

@@ -223,7 +223,7 @@ def test_headers_and_ids_of_one_call_arrive(infer: Infer, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     "headers",
     [{"a b": "x"}, {"": "x"}, {"x": "a\r\nb: c"}, {"x": "ü"}, {"Host": "x"}, {"content-length": "1"}, {"x": 1},
-     {"grpc-timeout": "1"}, {"a-bin": "x"}, {"X-Request-Id": "x"}, {"X-MCP-Purpose": "prefetch"}],
+     {"grpc-timeout": "1"}, {"a-bin": "x"}, {"X-Request-Id": "x"}, {"X-MCP-Purpose": "prefetch"}, ["X-A: b"], "X: b"],
 )  # fmt: skip
 def test_headers_that_can_not_be(infer: Infer, headers: Any) -> None:
     with pytest.raises(InvalidInputError, match=r"header|request_id"):
@@ -369,6 +369,12 @@ def test_a_server_side_timeout_is_kept(infer: Infer, server: StubServer) -> None
 def test_priority_and_timeout_are_whole_numbers(parameters: Any) -> None:
     with pytest.raises(InvalidInputError, match="whole number"):
         called(parameters=parameters)
+
+
+@pytest.mark.parametrize("priority", [-1, 1.5, "1", True, 2**63])
+def test_priorities_that_can_not_be(priority: Any) -> None:
+    with pytest.raises(InvalidInputError, match="priority must be a whole number"):
+        called(priority=priority)
 
 
 def test_priority_and_timeout_do_not_tell_answers_apart(server: StubServer) -> None:
