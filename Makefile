@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 NAME ?= demo
 ARGS ?=
 
-.PHONY: demo test test-httpx test-arm64 test-spark lint bench clean
+.PHONY: demo test test-httpx test-peers test-arm64 test-spark lint bench clean
 
 $(STAMP): pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -30,6 +30,9 @@ test-spark: $(STAMP)  ## mining on a Spark cluster of one machine (pyspark, 400 
 	@$(BIN)/python -c 'import pyspark' 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check 'pyspark>=4.0' 1>&2
 	@$(BIN)/python -m pytest tests/spark $(ARGS)
 
+test-peers: $(STAMP)  ## the client against Triton, MLServer and KServe, installed into .venv-peers on first use
+	@$(BIN)/python -m tests.peers.venvs && $(BIN)/python -m pytest tests/peers $(ARGS)
+
 lint: $(STAMP)
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 
@@ -37,4 +40,4 @@ bench: $(STAMP)  ## make bench NAME=demo ARGS="--quick --json"
 	@$(BIN)/python tests/benchmarks/$(NAME).py $(ARGS)
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache dist
+	rm -rf $(VENV) .venv-peers .pytest_cache .mypy_cache .ruff_cache dist

@@ -174,13 +174,13 @@ class AsyncMCPClient(BaseClient):
 
     async def metadata(self, model: str | None = None, version: str | None = None) -> ModelMetadata:
         """The model's inputs and outputs."""
-        return await arun(self._engine.describe(self._call((), model, version)))
+        return await arun(operations.metadata(self._engine, self._call((), model, version)))
 
     async def models(self) -> list[str]:
         """The names of the server's models; without a server, of the edge's."""
         if not self._engine.endpoints and self._edge is not None:
             return self._edge.models()
-        return await arun(self._engine.models(self._call(())))
+        return await arun(operations.models(self._engine, self._call(())))
 
     async def ready(
         self, timeout: float = 1.0, *, model: str | None = None, version: str | None = None

@@ -195,13 +195,13 @@ class MCPClient(BaseClient):
 
     def metadata(self, model: str | None = None, version: str | None = None) -> ModelMetadata:
         """The model's inputs and outputs."""
-        return run(self._engine.describe(self._call((), model, version)))
+        return run(operations.metadata(self._engine, self._call((), model, version)))
 
     def models(self) -> list[str]:
         """The names of the server's models; without a server, of the edge's."""
         if not self._engine.endpoints and self._edge is not None:
             return self._edge.models()
-        return run(self._engine.models(self._call(())))
+        return run(operations.models(self._engine, self._call(())))
 
     def ready(self, timeout: float = 1.0, *, model: str | None = None, version: str | None = None) -> bool:
         """Whether a server answers that it is ready, or that ``model`` is."""

@@ -278,6 +278,16 @@ class Exchanges:
         return endpoint.codec
 
 
+def placed(call: Call, flow: Flow[T]) -> Flow[T]:
+    """A flow whose errors say which request, endpoint and attempt they are of."""
+    try:
+        return (yield from flow)
+    except MCPError as error:
+        raise error.at(
+            request_id=call.id, endpoint=call.endpoint, attempts=call.attempts
+        ) from error.__cause__
+
+
 class NotReadyError(OverloadedError):
     """The endpoint said that it is not ready; the request itself was not sent."""
 

@@ -12,8 +12,10 @@ from typing import Any, TypeVar
 
 from .effects import Call, Endpoint, Flow, Send
 from .errors import ConfigurationError, MCPError, NotOfferedError
+from .exchanges import placed
 from .flow import Engine
 from .management import IndexEntry, ModelConfig, ModelStatistics, ServerInfo
+from .tensors import ModelMetadata
 
 T = TypeVar("T")
 
@@ -21,6 +23,14 @@ T = TypeVar("T")
 def server(engine: Engine, call: Call) -> Flow[ServerInfo]:
     info: ServerInfo = yield from _ask_one(engine, call, "server")
     return info
+
+
+def metadata(engine: Engine, call: Call) -> Flow[ModelMetadata]:
+    return (yield from placed(call, engine.describe(call)))
+
+
+def models(engine: Engine, call: Call) -> Flow[list[str]]:
+    return (yield from placed(call, engine.models(call)))
 
 
 def index(engine: Engine, call: Call) -> Flow[list[IndexEntry]]:
@@ -83,12 +93,9 @@ def _ask_one(engine: Engine, call: Call, question: str, *arguments: Any) -> Flow
     def exchange(endpoint: Endpoint) -> Flow[Any]:
         return (yield from _exchange(engine, call, endpoint, question, *arguments))
 
-    try:
-        return (yield from engine.servers.with_retries(call, call.deadline, exchange, repeatable=True))
-    except MCPError as error:
-        raise error.at(
-            request_id=call.id, endpoint=call.endpoint, attempts=call.attempts
-        ) from error.__cause__
+    return (
+        yield from placed(call, engine.servers.with_retries(call, call.deadline, exchange, repeatable=True))
+    )
 
 
 def _ask_all(engine: Engine, call: Call, question: str, *arguments: Any) -> Flow[list[tuple[Endpoint, Any]]]:

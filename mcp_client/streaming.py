@@ -12,6 +12,7 @@ from typing import Any
 
 from .effects import Call, Endpoint, Flow
 from .errors import ConfigurationError, MCPError
+from .exchanges import placed
 from .flow import Engine
 from .protocols import WireRequest, WireResponse
 from .request import Request
@@ -56,12 +57,12 @@ class StreamedCall:
 
 def open_stream(engine: Engine, call: Call) -> Flow[StreamedCall]:
     """Everything that comes before the first byte: the model's description, the checks, the endpoint."""
-    yield from engine.prepare(call)
-    endpoint, codec = yield from engine.reach(call)
+    yield from placed(call, engine.prepare(call))
+    endpoint, codec = yield from placed(call, engine.reach(call))
     if not hasattr(codec, "stream"):
         error = ConfigurationError(
             f"{endpoint.url} can't stream: only gRPC has streamed inference; use grpc://host:port"
         )
         engine.stream_ended(call, endpoint, error)
-        raise error
+        raise error.at(request_id=call.id, endpoint=endpoint.url)
     return StreamedCall(engine, call, endpoint, codec)

@@ -118,7 +118,7 @@ def test_statistics_count_what_was_asked(url: str, ask: Ask) -> None:
     assert {each.name for each in ask(url, "statistics")} == {"affine", "add"}
 
 
-@pytest.mark.parametrize("method", ["statistics", "config", "load", "unload"])
+@pytest.mark.parametrize("method", ["metadata", "statistics", "config", "load", "unload"])
 def test_a_model_that_is_not_there(url: str, ask: Ask, method: str) -> None:
     with pytest.raises(NotFoundError, match="nobody") as raised:
         ask(url, method, "nobody")
@@ -218,9 +218,47 @@ def test_a_server_without_the_call_says_so(
                 connection, 200 if known else status, b'{"name": "bare", "extensions": []}' if known else body
             )
 
-    with pytest.raises(NotOfferedError, match="does not offer"):
+    with pytest.raises(NotOfferedError, match="does not offer") as raised:
         ask(raw_server(handle).url, method, *CALLS[method], protocol="oip")
+    assert raised.value.request_id
+    assert raised.value.endpoint
     assert len(asked) == 2  # nothing was sent again
+
+
+def test_a_server_with_neither_an_index_nor_a_list_of_models(
+    raw_server: Callable[..., RawServer], ask: Ask
+) -> None:
+    def handle(connection: socket.socket) -> None:
+        while (request := read_request(connection)) is not None:
+            known = request[0].startswith("GET /v2 ")
+            respond(
+                connection, 200 if known else 404, b'{"name": "bare"}' if known else b'{"detail":"Not Found"}'
+            )
+
+    server = raw_server(handle)
+    with pytest.raises(NotOfferedError, match="repository index") as raised:
+        ask(server.url, "models", protocol="oip")
+    assert raised.value.request_id
+    assert raised.value.endpoint == server.url
+
+
+def test_models_of_a_server_with_a_list_instead_of_an_index(
+    raw_server: Callable[..., RawServer], ask: Ask
+) -> None:
+    """KServe. Its only model is the default too."""
+    answers = {
+        "GET /v2": b'{"name": "kserve", "version": "0.21.0"}',
+        "GET /v2/models": b'{"models": ["only"]}',
+        "GET /v2/models/only": b'{"name": "only", "inputs": [], "outputs": []}',
+    }
+
+    def handle(connection: socket.socket) -> None:
+        while (request := read_request(connection)) is not None:
+            body = answers.get(request[0].removesuffix(" HTTP/1.1"))
+            respond(connection, 404 if body is None else 200, body or b'{"detail":"Not Found"}')
+
+    assert ask(raw_server(handle).url, "models", protocol="oip") == ["only"]
+    assert ask(raw_server(handle).url, "metadata", protocol="oip").name == "only"
 
 
 def test_mcps_own_protocol_has_readiness_and_models_alone(server: StubServer, ask: Ask) -> None:

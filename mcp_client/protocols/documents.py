@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ..errors import InvalidInputError, ProtocolError, listed
+from ..errors import InvalidInputError, NotOfferedError, ProtocolError, listed
 from ..request import Parameter, Request
 from ..tensors import FOUR_BITS, Array, TensorSpec, cast_words, datatype_of
 
@@ -17,6 +17,13 @@ def check_answer(outputs: Mapping[str, Array], request: Request, *, came_id: str
     missing = [name for name in request.outputs if name not in outputs]
     if missing:
         raise ProtocolError(f"the response lacks output {missing[0]!r}; it has {listed(list(outputs))}")
+    for name in request.classes:
+        if name in outputs and outputs[name].dtype.kind != "O":
+            raise NotOfferedError(
+                f"the best classes in output {name!r} were asked for, but the server sent the tensor: it does not offer "
+                "classification; ask for the tensor, outputs=[…], and take the best of it here",
+                status=501,
+            )
     if came_id and request.id and came_id != request.id:
         raise ProtocolError(f"the response belongs to request {came_id!r}, not to {request.id!r}")
 

@@ -35,8 +35,10 @@ from .json_tensors import datatype_named
 from .regions import ReadRegion, put_in_region, tensor_in_region
 
 try:
+    from google.protobuf.unknown_fields import UnknownFieldSet
+
     from . import oip_pb2 as pb
-    from .management_grpc import OipGrpcManagement, ask, method, named
+    from .management_grpc import OipGrpcManagement, ask, method, named, require_offered
     from .protobuf_bytes import parse, split, write_varint
 except ImportError as missing:
     raise MissingExtraError("grpc", missing.name or "protobuf", "the gRPC protocol") from missing
@@ -80,12 +82,18 @@ class OipGrpcCodec(OipGrpcManagement):
 
     def decode_stream(self, response: WireResponse, request: Request) -> Answer | None:
         """One message of a stream. ``None`` for one that only says that there will be no more."""
-        require_success(response)
+        require_offered(response, "streamed inference")
         # Field by field, as protobuf would copy the tensors: error_message = 1, infer_response = 2.
         rest, inner = split(bytes(response.body), 2, "the stream's message")
-        error = parse(pb.ModelStreamInferResponse, rest, "the stream's message").error_message
-        if error:
-            raise ServerError.of(status_told(error), error, code="stream_error")
+        message = parse(pb.ModelStreamInferResponse, rest, "the stream's message")
+        if len(
+            UnknownFieldSet(message)
+        ):  # MLServer streams bare answers: their outputs are a field beyond these two
+            return _read_answer(bytes(response.body), response.headers, request)
+        if message.error_message:
+            raise ServerError.of(
+                status_told(message.error_message), message.error_message, code="stream_error"
+            )
         body = b"".join(inner)  # one, unless a sender split it, which means to merge them
         answer = _read_answer(body, response.headers, request)
         return answer if answer.outputs or not _is_final(body) else None

@@ -6,10 +6,12 @@ with triton() as server:
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 import urllib.error
@@ -19,7 +21,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import triton_repository
+from tests.models import IDENTITY_TYPES
+
+from . import onnx_repository, triton_repository
 from .venvs import PeerError, packages_of, python_of
 
 _START_S = 120.0  # a loaded machine of two cores needs 20 s for all of Triton's models
@@ -61,6 +65,8 @@ def triton(models: Sequence[str] = ("identity_fp32_2",)) -> Iterator[Server]:
             "--grpc-address=127.0.0.1",
             f"--grpc-port={grpc}",
             "--allow-metrics=false",
+            "--http-header-forward-pattern=(?i)x-test.*",  # to models, as parameters
+            "--grpc-header-forward-pattern=x-test.*",
         ]
         # The backend's stub takes the first numpy it finds, and with one of 2 or newer answers wrong numbers.
         environment = {
@@ -69,6 +75,76 @@ def triton(models: Sequence[str] = ("identity_fp32_2",)) -> Iterator[Server]:
             "PATH": f"{python.parent}:{os.environ['PATH']}",
         }
         with _running("triton", command, environment, http, grpc, Path(scratch) / "log") as server:
+            yield server
+
+
+@contextmanager
+def mlserver() -> Iterator[Server]:
+    """MLServer with the runtimes of ``mlserver_models.py``."""
+    python = python_of("mlserver")
+    with tempfile.TemporaryDirectory(prefix="mcp-mlserver-") as scratch:
+        http, grpc, metrics = free_ports(3)
+        settings = {
+            "host": "127.0.0.1",
+            "http_port": http,
+            "grpc_port": grpc,
+            "grpc_max_message_length": 2**30,  # its default is gRPC's 4 MB
+            "metrics_port": metrics,
+            "parallel_workers": 0,
+            "gzip_enabled": False,  # it would keep responses from being streamed
+            "debug": False,
+        }
+        (Path(scratch) / "settings.json").write_text(json.dumps(settings))
+        for name, (runtime, described) in _MLSERVER_MODELS.items():
+            (Path(scratch) / name).mkdir()
+            model = {"name": name, "implementation": f"mlserver_models.{runtime}", **described}
+            model["parameters"] = {"version": "1"}
+            (Path(scratch) / name / "model-settings.json").write_text(json.dumps(model))
+        command = [str(python), "-m", "mlserver.cli.main", "start", "."]
+        environment = {"PYTHONPATH": str(Path(__file__).parent), "MLSERVER_METRICS_DIR": scratch}
+        with _running("mlserver", command, environment, http, grpc, Path(scratch) / "log") as server:
+            yield server
+
+
+def _tensors(*names: str, datatype: str = "FP32") -> list[dict[str, object]]:
+    return [{"name": name, "datatype": datatype, "shape": [-1]} for name in names]
+
+
+# name: (class in mlserver_models.py, what its settings say of its tensors)
+_MLSERVER_MODELS: dict[str, tuple[str, dict[str, object]]] = {
+    **{f"identity_{datatype.lower()}": ("Identity", {}) for datatype in IDENTITY_TYPES},
+    "add": ("Add", {"inputs": _tensors("a", "b"), "outputs": _tensors("sum", "difference")}),
+    "fail": ("Fail", {}),
+    "slow": ("Slow", {}),
+    "spare": ("Identity", {}),
+    "echo": ("Echo", {}),
+    "sequence": ("Sequence", {}),
+    "repeat": ("Repeat", {}),
+}
+
+
+@contextmanager
+def kserve() -> Iterator[Server]:
+    """KServe's Python server with the models of ``kserve_models.py``."""
+    python = python_of("kserve")
+    with tempfile.TemporaryDirectory(prefix="mcp-kserve-") as scratch:
+        http, grpc = free_ports(2)
+        script = Path(__file__).parent / "kserve_models.py"
+        command = [str(python), str(script), f"--http_port={http}", f"--grpc_port={grpc}"]
+        with _running("kserve", command, {}, http, grpc, Path(scratch) / "log") as server:
+            yield server
+
+
+@contextmanager
+def mcp_server() -> Iterator[Server]:
+    """Our own server, as a process like the others."""
+    with tempfile.TemporaryDirectory(prefix="mcp-server-") as scratch:
+        folder = onnx_repository.write(Path(scratch) / "models")
+        http, grpc = free_ports(2)
+        command = [sys.executable, "-c", "from stub_server.cli import main; main()", f"--model-path={folder}"]
+        command += [f"--port={http}", f"--grpc-port={grpc}"]
+        environment = {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+        with _running("mcp-server", command, environment, http, grpc, Path(scratch) / "log") as server:
             yield server
 
 

@@ -25,6 +25,32 @@ MODELS: dict[str, tuple[str, list[Tensor], list[Tensor], str]] = {
     for datatype in DATATYPES
     for rank in (1, 2)
 }
+MODELS |= {
+    "add": (
+        "add",
+        [("a", "FP32", [-1]), ("b", "FP32", [-1])],
+        [("sum", "FP32", [-1]), ("difference", "FP32", [-1])],
+        "",
+    ),
+    "fail": ("fail", [("x", "FP32", [-1])], [("y", "FP32", [-1])], ""),
+    "slow": ("slow", [("x", "FP32", [-1])], [("y", "FP32", [-1])], ""),
+    "spare": ("identity", [("x", "FP32", [-1])], [("y", "FP32", [-1])], ""),
+    "echo": ("echo", [("x", "FP32", [-1])], [("told", "BYTES", [1])], ""),
+    "repeat": (
+        "repeat",
+        [("x", "INT32", [-1])],
+        [("y", "INT32", [1])],
+        "model_transaction_policy { decoupled: true }",
+    ),
+    # The batch axis is in front: a sequence batcher has one.
+    "sequence": (
+        "sequence",
+        [("x", "INT32", [1])],
+        [("total", "INT32", [1])],
+        "max_batch_size: 4 sequence_batching { max_sequence_idle_microseconds: 60000000 oldest { max_candidate_sequences: 4 } "
+        'control_input [{ name: "START" control [{ kind: CONTROL_SEQUENCE_START int32_false_true: [0, 1] }] }] }',
+    ),
+}
 
 
 def write(folder: Path, models: Iterable[str]) -> Path:

@@ -1,6 +1,7 @@
 """Virtual environments of the servers we did not write: made by pip on first use, with exact versions, and kept.
 
-They lie in ``.venv-peers`` of the checkout, or where ``MCP_PEERS_VENVS`` says, so that several checkouts can share them.
+``python -m tests.peers.venvs`` makes those of the suite. They lie in ``.venv-peers`` of the checkout, or where
+``MCP_PEERS_VENVS`` says, so that several checkouts can share them.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 _REQUIREMENTS = Path(__file__).parent / "requirements"
@@ -49,6 +52,15 @@ def python_of(peer: str) -> Path:
     return venv / "bin/python"
 
 
+def main() -> None:
+    """Make the environments of the suite, all at once: much of the time is waiting for the index."""
+    peers = ("triton", "mlserver", "kserve")
+    started = time.monotonic()
+    with ThreadPoolExecutor() as pool:
+        for peer, python in zip(peers, pool.map(python_of, peers), strict=True):
+            print(f"{peer}: {python} ({time.monotonic() - started:.0f} s)")
+
+
 def packages_of(python: Path) -> Path:
     """The folder with an environment's packages."""
     version = sysconfig.get_python_version()
@@ -62,3 +74,10 @@ def _run(command: list[str], peer: str) -> None:
             f"{peer} can't be installed, and the tests against it are not left out silently. {' '.join(command)}\n"
             f"{ran.stdout[-2000:]}{ran.stderr[-4000:]}"
         )
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except PeerError as error:
+        sys.exit(str(error))

@@ -18,7 +18,7 @@ from mcp_client.errors import (
     RequestRejectedError,
 )
 from mcp_client.management import IndexEntry
-from mcp_client.protocols import WireRequest, WireResponse, management_http, mcp_v1, oip_http
+from mcp_client.protocols import WireRequest, WireResponse, management_http, mcp_v1, oip_grpc, oip_http
 from mcp_client.protocols.mcp_v1 import McpV1Codec
 from mcp_client.protocols.oip_grpc import OipGrpcCodec
 from mcp_client.protocols.oip_http import OipHttpCodec
@@ -491,6 +491,23 @@ def test_another_apis_list_of_models_is_not_taken_for_ours() -> None:
         McpV1Codec().decode_models(ok(b'{"object": "list", "data": [{"id": "gpt"}]}'))
     with pytest.raises(ProtocolError):
         OipHttpCodec().decode_models(ok(b'{"models": []}'))
+
+
+@pytest.mark.parametrize(
+    "codec", [OipHttpCodec(), OipGrpcCodec(), McpV1Codec()], ids=lambda codec: codec.name
+)
+def test_a_tensor_in_place_of_the_classes_asked_for_is_no_answer(codec: Any) -> None:
+    """MLServer and KServe pass over the parameter."""
+    answer = Answer.of({"y": np.array([0.1, 0.9], np.float32)}, model="m")
+    request = Request("m", {}, outputs=("y",), classes={"y": 1})
+    if codec.name == "oip" and isinstance(codec, OipHttpCodec):
+        body = oip_http.format_infer(answer, oip_http.Incoming(request, False, {}))[1]
+    elif isinstance(codec, McpV1Codec):
+        body = (b'{"outputs": {"y": {"data": [0.1, 0.9], "shape": [2], "datatype": "FP32"}}}',)
+    else:
+        body = oip_grpc.format_infer(answer)
+    with pytest.raises(NotOfferedError, match="does not offer classification"):
+        codec.decode_infer(ok(b"".join(body)), request)
 
 
 def test_models_of_a_server_without_an_index_are_listed_by_kserves_route() -> None:

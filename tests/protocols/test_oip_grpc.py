@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcp_client.errors import InvalidInputError, OverloadedError, ProtocolError, ServerError
+from mcp_client.errors import InvalidInputError, NotOfferedError, OverloadedError, ProtocolError, ServerError
 from mcp_client.protocols import Shared, WireResponse, grpc_status, oip_grpc
 from mcp_client.protocols import oip_pb2 as pb
 from mcp_client.protocols.oip_grpc import OipGrpcCodec
@@ -315,6 +315,27 @@ def test_raw_contents_may_stand_beside_typed_ones_that_are_empty() -> None:
     assert message.outputs[0].HasField("contents")
     answer = CODEC.decode_infer(WireResponse(200, {}, message.SerializeToString()), Request("m", {}))
     assert answer.outputs["y"].tolist() == [0, 0]
+
+
+def test_a_stream_of_bare_answers_is_read_too() -> None:
+    """MLServer's ModelStreamInfer has no message around its answers: its model's name was taken for an error."""
+    answer = Answer.of({"y": np.arange(3, dtype=np.int32)}, model="m", version="1")
+    came = streamed(joined(oip_grpc.format_infer(answer)))
+    assert came is not None
+    assert (came.model, came.version, came.outputs["y"].tolist()) == ("m", "1", [0, 1, 2])
+    contents = pb.ModelInferResponse(
+        model_name="m", outputs=[output(contents=pb.InferTensorContents(fp32_contents=[1, 2]))]
+    )
+    came = streamed(contents.SerializeToString())
+    assert came is not None
+    assert came.outputs["y"].tolist() == [1, 2]
+
+
+def test_a_server_that_can_not_stream_does_not_offer_it() -> None:
+    with pytest.raises(NotOfferedError, match="streamed inference"):
+        CODEC.decode_stream(
+            WireResponse(501, {"grpc-status": "UNIMPLEMENTED"}, b"Method not found!"), Request("m", {})
+        )
 
 
 def test_free_ranks_and_optional_inputs_of_our_own_server_are_known() -> None:
