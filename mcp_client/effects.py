@@ -16,6 +16,7 @@ from .request import NO_CLASSES, NO_HEADERS, Parameter, Purpose, Request
 from .resilience.breaker import CircuitBreaker
 from .resilience.hedge import Cancellation
 from .resilience.load import Load
+from .telemetry.observer import Attempt
 from .tensors import Array
 
 T = TypeVar("T")
@@ -181,6 +182,8 @@ class Call:
     endpoint: str = ""
     observed: bool = False  # the observer was told of its start
     trace: Mapping[str, str] | None = None
+    span: Any = None  # OpenTelemetry's, of the whole call; each attempt's is below it
+    attempt: Attempt | None = None
     # rarely used
     classes: Mapping[str, int] | None = None
     headers: Mapping[str, str] | None = None

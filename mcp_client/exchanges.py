@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from .effects import Call, Close, Endpoint, Flow, Race, Resolve, Send, Sleep
@@ -26,6 +27,7 @@ from .resilience.hedge import LatencyWindow
 from .resilience.retry import RetryPolicy, says_unhealthy
 from .result import Answer
 from .sharing import ask_once
+from .telemetry.observer import Attempt, Observer
 from .tensors import ModelMetadata
 
 log = logging.getLogger("mcp_client")
@@ -42,7 +44,14 @@ _CHECK_S = 1.0
 class Exchanges:
     """What the engine knows of its servers, and the ways to ask them."""
 
-    def __init__(self, endpoints: Endpoints, retry: RetryPolicy, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        endpoints: Endpoints,
+        retry: RetryPolicy,
+        clock: Callable[[], float],
+        observer: Observer | None = None,
+    ) -> None:
+        self._observer = observer
         self.endpoints = endpoints
         self._retry = retry
         self._clock = clock
@@ -62,7 +71,9 @@ class Exchanges:
                 return (yield from ask_once(endpoint, codec, call.request(), metadata, deadline))
             return (yield from self._hedged(call, endpoint, codec, metadata, deadline))
 
-        return (yield from self.with_retries(call, deadline, exchange, repeatable=call.cacheable))
+        return (
+            yield from self.with_retries(call, deadline, exchange, repeatable=call.cacheable, infers=True)
+        )
 
     def _hedged(
         self,
@@ -77,7 +88,7 @@ class Exchanges:
         request = call.request()
         after = self._latencies.p95(request.model)
         started = self._clock()
-        second: list[tuple[Send, float]] = []
+        second: list[tuple[Send, float, Attempt | None]] = []
 
         def another() -> Send | None:
             now = self._clock()
@@ -91,8 +102,14 @@ class Exchanges:
                 self.endpoints.finished(other)
                 other.breaker.abandoned()
                 return None
-            send = Send(other, other.codec.infer(request, metadata), deadline)
-            second.append((send, now))
+            again, attempt = request, None
+            if self._observer is not None:
+                attempt = self._observer.attempt(
+                    call.span, other.url, call.attempts + 1, infers=True, hedges=True
+                )
+                again = replace(request, trace=attempt.headers) if attempt is not None else request
+            send = Send(other, other.codec.infer(again, metadata), deadline)
+            second.append((send, now, attempt))
             self.hedges["sent"] += 1
             return send
 
@@ -100,23 +117,33 @@ class Exchanges:
         try:
             raced = yield Race(first, another, deadline - started if after is None else after)
         except BaseException as error:
-            for send, _ in second:
+            for send, _, attempt in second:
                 self.leave(send.endpoint, error)
+                _ended(attempt, error)
             raise
-        for send, sent_at in second:
-            if raced.by is send:
+        for send, sent_at, attempt in second:
+            won = raced.by is send
+            if won:
                 self.hedges["won"] += 1
                 call.endpoint = send.endpoint.url
                 self.leave(send.endpoint, None, sent_at)
             else:
                 self.leave(send.endpoint, _CalledOff())
+            _ended(attempt, None if won else _CalledOff())
+            _ended(call.attempt, _CalledOff() if won else None)
         winner = codec if raced.by is first else raced.by.endpoint.codec
         answer: Answer = winner.decode_infer(raced.response, request)
         self._latencies.add(request.model, self._clock() - started)
         return answer
 
     def with_retries(
-        self, call: Call, deadline: float, exchange: Callable[[Endpoint], Flow[T]], *, repeatable: bool
+        self,
+        call: Call,
+        deadline: float,
+        exchange: Callable[[Endpoint], Flow[T]],
+        *,
+        repeatable: bool,
+        infers: bool = False,
     ) -> Flow[T]:
         """Run ``exchange`` against an endpoint until it answers, under one deadline. A prefetch is tried once.
 
@@ -134,6 +161,9 @@ class Exchanges:
             )
             call.attempts += 1
             call.endpoint = endpoint.url
+            if call.span is not None and self._observer is not None:
+                call.attempt = self._observer.attempt(call.span, endpoint.url, call.attempts, infers=infers)
+                call.trace = call.attempt.headers if call.attempt is not None else call.trace
             started = self._clock()
             try:
                 if len(self.endpoints) > 1 and started >= endpoint.check_at:
@@ -142,6 +172,7 @@ class Exchanges:
                 outcome = yield from exchange(endpoint)
             except MCPError as error:
                 self.leave(endpoint, error)
+                _ended(call.attempt, error)
                 if call.purpose == "prefetch":
                     raise
                 now = self._clock()
@@ -166,9 +197,11 @@ class Exchanges:
                     yield Sleep(pause)
             except BaseException as error:
                 self.leave(endpoint, error)
+                _ended(call.attempt, error)
                 raise
             else:
                 self.leave(endpoint, None, started)
+                _ended(call.attempt, None)
                 return outcome
 
     def reach(self, call: Call) -> Flow[tuple[Endpoint, ClientCodec]]:
@@ -292,6 +325,11 @@ class NotReadyError(OverloadedError):
     """The endpoint said that it is not ready; the request itself was not sent."""
 
     nothing_sent = True
+
+
+def _ended(attempt: Attempt | None, error: BaseException | None) -> None:
+    if attempt is not None:
+        attempt.ended(error)
 
 
 class _CalledOff(Exception):

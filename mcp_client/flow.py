@@ -103,7 +103,7 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.endpoints = endpoints
-        self.servers = Exchanges(endpoints, retry, clock)
+        self.servers = Exchanges(endpoints, retry, clock, observer)
         self.cache = cache
         self.prefetcher = prefetcher
         self.events = events
@@ -145,13 +145,13 @@ class Engine:
             call.trace = trace_headers()
             return (yield from self._infer(call))
         call.observed = True
-        span, call.trace = observer.started(self._notice(call, "request"))
+        call.span, call.trace = observer.started(self._notice(call, "request"))
         try:
             result = yield from self._infer(call)
         except BaseException as error:
-            observer.ended(self._notice(call, "error", error=error), span)
+            observer.ended(self._notice(call, "error", error=error), call.span)
             raise
-        observer.ended(self._notice(call, "response", result.source), span)
+        observer.ended(self._notice(call, "response", result.source), call.span)
         return result
 
     def _compared(self, call: Call, source: Source, found: float) -> None:

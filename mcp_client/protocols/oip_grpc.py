@@ -41,7 +41,7 @@ try:
     from .management_grpc import OipGrpcManagement, ask, method, named, require_offered
     from .protobuf_bytes import parse, split, write_varint
 except ImportError as missing:
-    raise MissingExtraError("grpc", missing.name or "protobuf", "the gRPC protocol") from missing
+    raise MissingExtraError("grpc", "protobuf", "the gRPC protocol") from missing
 
 # protobuf's own limit for one message.
 MAX_MESSAGE_BYTES = 2**31 - 1

@@ -6,7 +6,7 @@ import logging
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
     from .otel import OpenTelemetry
@@ -37,6 +37,14 @@ class Notice:
     difference: float = 0.0
 
 
+class Attempt(Protocol):
+    """One exchange with one endpoint, of the one or more that a request takes."""
+
+    headers: Mapping[str, str]
+
+    def ended(self, error: BaseException | None) -> None: ...
+
+
 class Observer:
     """Hands notices on."""
 
@@ -53,6 +61,14 @@ class Observer:
         self._tell(notice)
         if self._otel is not None:
             self._otel.ended(notice, span)
+
+    def attempt(
+        self, call_span: Any, endpoint: str, number: int, *, infers: bool, hedges: bool = False
+    ) -> Attempt | None:
+        """The span of an attempt below the call's; ``number`` counts from 1. ``infers``: it asks for an inference."""
+        if self._otel is None or call_span is None:
+            return None
+        return self._otel.attempt(call_span, endpoint, number, infers=infers, hedges=hedges)
 
     def compared(self, notice: Notice) -> None:
         self._tell(notice)

@@ -1,6 +1,7 @@
-"""OpenTelemetry (extra ``otel``): a client span and a duration for every demanded request, by the GenAI and HTTP conventions.
+"""OpenTelemetry (extra ``otel``): a span and a duration for every demanded request, and a span for each attempt at a server.
 
-https://opentelemetry.io/docs/specs/semconv/gen-ai/ and /http/: their names where they fit, ``mcp_client.*`` where none does.
+By the GenAI, HTTP and RPC conventions (https://opentelemetry.io/docs/specs/semconv/, gen-ai, http, rpc): their names where
+they fit, ``mcp_client.*`` where none does.
 No tensor, session, path or credential becomes an attribute.
 """
 
@@ -41,6 +42,7 @@ _BUCKETS_S = (
     40.96,
     81.92,
 )
+_SERVICE = "inference.GRPCInferenceService"
 _propagator = TraceContextTextMapPropagator()
 
 
@@ -80,6 +82,25 @@ class OpenTelemetry:
         )
         return span, headers_of(trace.set_span_in_context(span))
 
+    def attempt(self, call_span: Any, endpoint: str, number: int, *, infers: bool, hedges: bool) -> Attempt:
+        url = urlsplit(endpoint.partition(" ")[0])
+        attributes: dict[str, Any] = {"server.address": url.hostname or url.path}
+        if url.port:
+            attributes["server.port"] = url.port
+        if url.scheme.startswith("grpc"):
+            method = "ModelInfer" if infers else "ModelMetadata"
+            name = f"{_SERVICE}/{method}"
+            attributes |= {"rpc.system": "grpc", "rpc.service": _SERVICE, "rpc.method": method}
+        else:
+            name = "POST" if infers else "GET"
+            attributes["http.request.method"] = name
+        if number > 1:
+            attributes["http.request.resend_count"] = number - 1
+        if hedges:
+            attributes["mcp_client.hedge"] = True
+        context = trace.set_span_in_context(call_span)
+        return Attempt(self._tracer.start_span(name, context, trace.SpanKind.CLIENT, attributes))
+
     def ended(self, notice: Notice, span: Any) -> None:
         attributes = _attributes(notice)
         self._duration.record(
@@ -97,6 +118,24 @@ class OpenTelemetry:
                 # The message may quote what a server said, but never a credential: errors carry none.
                 span.set_status(trace.StatusCode.ERROR, str(notice.error))
         span.end()
+
+
+class Attempt:
+    """The span of one exchange with one endpoint. ``headers`` tell the server of it."""
+
+    def __init__(self, span: Any) -> None:
+        self._span = span
+        self.headers = headers_of(trace.set_span_in_context(span))
+
+    def ended(self, error: BaseException | None) -> None:
+        """The first word counts."""
+        if error is not None and self._span.is_recording():
+            self._span.set_attribute("error.type", type(error).__name__)
+            if isinstance(error, ServerError):
+                self._span.set_attribute("http.response.status_code", error.status)
+            self._span.set_status(trace.StatusCode.ERROR, str(error))
+        if self._span.is_recording():
+            self._span.end()
 
 
 def _name(notice: Notice) -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -135,7 +137,10 @@ def test_with_otel_the_server_continues_our_span_which_continues_the_application
     assert ours.parent is not None
     assert ours.parent.span_id == parent.get_span_context().span_id
     assert ours.context is not None
-    assert seen[0]["traceparent"].split("-")[2] == f"{ours.context.span_id:016x}"
+    attempt = next(span for span in spans.get_finished_spans() if span.name == "POST")
+    assert attempt.parent is not None
+    assert attempt.parent.span_id == ours.context.span_id
+    assert seen[0]["traceparent"].split("-")[2] == f"{attempt.context.span_id:016x}"  # type: ignore[union-attr]
     assert ours.kind is trace.SpanKind.CLIENT
     assert ours.status.status_code is trace.StatusCode.ERROR
     attributes = dict(ours.attributes or {})
@@ -159,10 +164,10 @@ def test_spans_and_durations_say_where_the_answer_came_from(server: StubServer, 
                 await client.infer(X, session="someone", path="/secret")
 
         asyncio.run(scene())
-    finished = spans.get_finished_spans()
+    finished = [span for span in spans.get_finished_spans() if span.name.startswith("infer")]
     assert [span.name for span in finished] == ["infer affine", "infer affine"]
     assert [dict(span.attributes or {})["mcp_client.source"] for span in finished] == ["server", "cache"]
-    told = " ".join(str(span.to_json()) for span in finished)
+    told = " ".join(str(span.to_json()) for span in spans.get_finished_spans())
     assert "someone" not in told
     assert "/secret" not in told
     data = reader.get_metrics_data()
@@ -171,6 +176,76 @@ def test_spans_and_durations_say_where_the_answer_came_from(server: StubServer, 
     assert (metric.name, metric.unit) == ("gen_ai.client.operation.duration", "s")
     sources = {dict(point.attributes or {}).get("mcp_client.source") for point in metric.data.data_points}
     assert {"server", "cache"} <= sources
+
+
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+def test_each_attempt_has_a_span_of_its_own(affine_model: Path, protocol: str) -> None:
+    """The first attempt goes to a port where nobody listens, the second is answered."""
+    with StubServer(affine_model, grpc=protocol == "grpc") as running:
+        url = running.grpc_url if protocol == "grpc" else running.url
+        urls = [f"{protocol}://127.0.0.1:9", url]
+        with MCPClient(urls, cache=None, prefetch=None, otel=True) as client:
+            for _ in range(8):  # until the dead one is drawn
+                spans.clear()
+                client.infer(X)
+                finished = spans.get_finished_spans()
+                if len(finished) > 3:
+                    break
+    call = finished[-1]
+    below = finished[:-1]
+    assert call.name == "infer affine"
+    assert all(span.parent.span_id == call.context.span_id for span in below)  # type: ignore[union-attr]
+    assert {span.kind for span in below} == {trace.SpanKind.CLIENT}
+    failed = [span for span in below if span.status.status_code is trace.StatusCode.ERROR]
+    assert [dict(span.attributes or {})["error.type"] for span in failed] == ["ConnectionFailedError"]
+    assert dict(failed[0].attributes or {})["server.port"] == 9
+    last = dict(below[-1].attributes or {})
+    assert last["http.request.resend_count"] >= 1
+    if protocol == "grpc":
+        assert below[-1].name == "inference.GRPCInferenceService/ModelInfer"
+        assert last["rpc.method"] == "ModelInfer"
+    else:
+        assert below[-1].name == last["http.request.method"] == "POST"
+
+
+def test_a_hedge_has_a_span_and_the_loser_is_told(raw_server: Callable[..., RawServer]) -> None:
+    stalls = threading.Event()
+    traced: list[str] = []
+
+    def handle(connection: Any) -> None:
+        while (request := read_request(connection)) is not None:
+            if request[0].startswith("POST"):
+                traced.append(request[1]["traceparent"])
+                if stalls.is_set():
+                    stalls.clear()
+                    connection.recv(1)
+                    return
+                output = {"name": "x", "datatype": "FP32", "shape": [1], "data": [1.5]}
+                respond(connection, 200, json.dumps({"model_name": "m", "outputs": [output]}).encode())
+            elif request[0].startswith("GET /v2 "):
+                respond(connection, 200, b'{"name": "t", "extensions": []}')
+            else:
+                tensor = {"name": "x", "datatype": "FP32", "shape": [-1]}
+                respond(
+                    connection,
+                    200,
+                    json.dumps({"name": "m", "inputs": [tensor], "outputs": [tensor]}).encode(),
+                )
+
+    retry = Retry(hedge=True, budget=1.0)
+    with MCPClient(raw_server(handle).url, model="m", cache=None, otel=True, retry=retry) as client:
+        for _ in range(30):
+            client.infer([1.0])
+        spans.clear()
+        traced.clear()
+        stalls.set()
+        client.infer([1.0])
+    hedge = [s for s in spans.get_finished_spans() if dict(s.attributes or {}).get("mcp_client.hedge")]
+    lost = [s for s in spans.get_finished_spans() if dict(s.attributes or {}).get("error.type")]
+    assert len(hedge) == len(lost) == 1
+    assert hedge[0] is not lost[0]
+    sent = {line.split("-")[2] for line in traced}
+    assert sent == {f"{span.context.span_id:016x}" for span in (hedge[0], lost[0])}  # type: ignore[union-attr]
 
 
 def test_nothing_of_opentelemetry_is_imported_unasked(server: StubServer) -> None:
