@@ -118,22 +118,19 @@ def frequent_paths(db: Connection, app: int, min_support: int, limit: int) -> li
     """Closed sequences, most frequent first: none is part of a longer one that was seen as often."""
     t, s = transitions.c, path_sums.c
     one = today(db.execute(sa.select(mined).where(mined.c.app == app)).first())
-    least = min_support * one
-    rows = db.execute(
-        sa.select(t.context, t.step, t.n)
-        .where(
-            t.app == app,
-            t.kind == "path",
-            t.context != "",
-            t.context.not_like(f"{START}%"),
-            t.n >= least,
-        )
-        .order_by(t.n.desc(), t.context, t.step)
-        .limit(100 * limit)
+    longer = sa.select(t.context, t.step, t.n).where(
+        t.app == app, t.kind == "path", t.context != "", t.context.not_like(f"{START}%")
     )
+    single = sa.select(s.path, s.asked).where(s.app == app)
+    # Whether a sequence is part of a longer one as frequent can only be said where all as frequent are at hand: many times what
+    # is asked for, and those that tie with the last of them.
+    least = min_support * one
+    for query, n in ((longer, t.n), (single, s.asked)):
+        last = db.execute(query.with_only_columns(n).order_by(n.desc()).offset(100 * limit).limit(1)).scalar()
+        least = max(least, last or 0.0)
+    rows = db.execute(longer.where(t.n >= least))
     support = {(*context.split(SEPARATOR), step): n for context, step, n in rows}
-    single = sa.select(s.path, s.asked).where(s.app == app, s.asked >= least).order_by(s.asked.desc(), s.path)
-    support |= {(path,): n for path, n in db.execute(single.limit(100 * limit))}
+    support |= {(path,): n for path, n in db.execute(single.where(s.asked >= least))}
     closed = dict(support)
     for steps, n in support.items():
         for part in (steps[:-1], steps[1:]):

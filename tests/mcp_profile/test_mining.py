@@ -353,3 +353,21 @@ def test_the_sql_says_the_same_on_sqlite_and_duckdb(steps: list[tuple[str, str, 
         if stored:
             duck.executemany(f"INSERT INTO events VALUES ({', '.join('?' * 16)})", stored)
         assert set(duck.execute(text).fetchall()) == on_sqlite
+
+
+def test_the_first_frequent_paths_are_those_of_all(store: Store) -> None:
+    """Few of many: what is cut off must not make a sequence look closed that is not."""
+    rows = [
+        _row(100 * v + n, path, f"s{v}")
+        for v in range(300)
+        for n, path in enumerate([f"/a{v}", f"/b{v}", f"/c{v}"])
+    ]
+    rows += [_row(10**6 + n, path, "twice") for n, path in enumerate(["/x", "/y", "/z", "/x", "/y", "/z"])]
+    _ingest(store, rows)
+    profiles = Profiles(store)
+    every = profiles.frequent_paths(DEFAULT_APP, 1, 10_000)
+    assert len(every) > 300
+    assert every[0] == {"steps": ["/x", "/y", "/z"], "support": 2}
+    assert [found["support"] for found in every[1:]] == [1] * (len(every) - 1)
+    for limit in (1, 2, 5):
+        assert profiles.frequent_paths(DEFAULT_APP, 1, limit) == every[:limit]

@@ -42,7 +42,7 @@ def spark_cluster(workers: int = 2) -> Iterator[tuple[str, dict[str, str]]]:
             "spark.executor.memory": "512m",
             "spark.driver.memory": "512m",
             "spark.executor.cores": "1",
-            "spark.sql.shuffle.partitions": "4",
+            "spark.sql.shuffle.partitions": "2",
             "spark.sql.adaptive.enabled": "false",  # plans anew while it runs: for small data, half of the time
             # Compiling takes longer than the work that it would speed up.
             "spark.sql.codegen.wholeStage": "false",
