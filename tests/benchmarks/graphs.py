@@ -97,12 +97,50 @@ def bert_base(
     return path
 
 
-def bert_inputs(count: int, *, length: int = 128, seed: int = 1) -> list[dict[str, np.ndarray]]:
+def bert_inputs(
+    count: int, *, length: int = 128, words: int = 30522, seed: int = 1
+) -> list[dict[str, np.ndarray]]:
     rng = np.random.default_rng(seed)
     return [
         {
-            "input_ids": rng.integers(0, 30522, (1, length)),
+            "input_ids": rng.integers(0, words, (1, length)),
             "attention_mask": np.ones((1, length), np.int64),
         }
         for _ in range(count)
     ]
+
+
+def resnet50(path: Path) -> Path:
+    """The ``onnx`` package's ResNet-50, whose weights are all alike, with random ones of the usual sizes
+    instead (He et al.).
+    """
+    rng = np.random.default_rng(0)
+    model = onnx.load(RESNET)
+    shapes = {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
+    kept = []
+    for node in model.graph.node:
+        if node.op_type != "ConstantOfShape" or node.input[0] not in shapes:
+            kept.append(node)
+            continue
+        shape, name = tuple(int(size) for size in shapes[node.input[0]]), node.output[0]
+        values = rng.standard_normal(shape).astype(np.float32)
+        if len(shape) > 1:
+            values *= np.sqrt(2 / np.prod(shape[1:]))
+        elif name.endswith(("_s_0", "_riv_0")):  # scales and variances
+            values = 1 + 0.1 * np.abs(values)
+        else:
+            values *= 0.1
+        model.graph.initializer.append(numpy_helper.from_array(values.astype(np.float32), name))
+    softmax = kept.pop()  # it would hide every error: the logits of random weights are far apart
+    model.graph.output[0].name = softmax.input[0]
+    del model.graph.node[:]
+    model.graph.node.extend(kept)
+    used = {name for node in kept for name in node.input}
+    weights = [tensor for tensor in model.graph.initializer if tensor.name in used]
+    inputs = [each for each in model.graph.input if each.name not in shapes]
+    del model.graph.initializer[:], model.graph.input[:]
+    model.graph.initializer.extend(weights)
+    model.graph.input.extend(inputs)
+    model.ir_version = 8
+    onnx.save(model, path)
+    return path

@@ -16,6 +16,7 @@ from mcp_client.edge.model import OnnxModel
 from mcp_client.edge.variants import optimise, random_inputs
 from mcp_client.errors import InvalidInputError, MissingExtraError
 from tests import models
+from tests.benchmarks.graphs import bert_base, bert_inputs
 
 RNG = np.random.default_rng(5)
 
@@ -50,7 +51,8 @@ def test_each_variant_is_there_and_near_the_original(tmp_path: Path) -> None:
     path = network(tmp_path / "net.onnx")
     inputs = random_inputs(path, count=8)
     variants = {each.name: each for each in optimise(path, tmp_path / "out", inputs, rounds=3)}
-    assert list(variants) == ["original", "fused", "fp16", "int8_dynamic", "int8_static"]
+    assert list(variants) == ["original", "fused", "transformer", "fp16", "int8_dynamic", "int8_static"]
+    assert "no attention" in variants.pop("transformer").fault
     assert [each.fault for each in variants.values()] == [""] * 5
     bounds = {"original": 0.0, "fused": 1e-5, "fp16": 0.01, "int8_dynamic": 0.05, "int8_static": 0.1}
     for name, bound in bounds.items():
@@ -71,8 +73,33 @@ def test_weights_that_are_listed_as_inputs_stay_weights(tmp_path: Path) -> None:
         old.graph.input.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))
     onnx.save(old, path)
     variants = optimise(path, tmp_path / "out", random_inputs(path, count=2), rounds=1)
+    variants = [each for each in variants if each.name != "transformer"]
     assert [each.fault for each in variants] == [""] * 5
     assert {len(OnnxModel(each.path).metadata.inputs) for each in variants} == {1}
+
+
+def test_an_encoder_gets_its_attention_fused_and_only_the_variants_asked_for_are_made(tmp_path: Path) -> None:
+    path = bert_base(tmp_path / "bert.onnx", layers=1, width=128, heads=4, words=100)
+    feeds = bert_inputs(2, length=16, words=100)
+    only = ("transformer", "int8_dynamic")
+    variants = optimise(path, tmp_path / "out", feeds, rounds=1, only=only)
+    assert [each.name for each in variants] == ["original", *only]
+    assert [each.fault for each in variants] == [""] * 3
+    fused = onnx.load(variants[1].path)
+    assert "Attention" in {node.op_type for node in fused.graph.node}
+    assert variants[1].error < 1e-4
+    assert variants[2].error < 0.05
+
+
+def test_a_model_of_an_old_operator_set_is_quantised_per_channel(tmp_path: Path) -> None:
+    path = network(tmp_path / "net.onnx")
+    model = onnx.load(path)
+    model.opset_import[0].version = 9
+    onnx.save(model, path)
+    variants = optimise(path, tmp_path / "out", random_inputs(path, count=8), rounds=1, only=("int8_static",))
+    assert variants[1].fault == ""
+    weights = onnx.load(variants[1].path).graph.initializer
+    assert any(tensor.name.endswith("_scale") and list(tensor.dims) == [32] for tensor in weights)
 
 
 def test_a_variant_that_a_model_can_not_have_says_why(tmp_path: Path) -> None:
