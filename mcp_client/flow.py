@@ -211,10 +211,10 @@ class Engine:
             if metadata is None:
                 return None
             self._prepare(call, metadata)
-        if not call.cacheable:
+        if call.parameters and not call.cacheable:
             return None
         now = self.clock()
-        if call.purpose == "prefetch":  # no reference: what nobody asked for must not look popular
+        if call.job is not None or call.background:  # no reference: what nobody asked for must not look popular
             entry = self.cache.peek(call.key, now)
             if entry is None or now >= entry.fresh_until:
                 return None
@@ -231,7 +231,8 @@ class Engine:
         if now >= entry.fresh_until:
             return self._stale(call, entry, now)
         source: Source = "cache"
-        if self.prefetcher is not None and self.prefetcher.holds(call.key, now):
+        prefetcher = self.prefetcher
+        if prefetcher is not None and call.key in prefetcher.held and prefetcher.holds(call.key, now):
             source = self._use_prefetch(call)
         return self._finish(call, entry.answer, source, age, entry.nbytes)
 
@@ -434,7 +435,7 @@ class Engine:
     ) -> InferResult:
         """Count it, tell telemetry, let the prefetcher learn and plan; hand out the result."""
         latency_ms = (self.clock() - call.started) * 1e3
-        if call.purpose == "prefetch":
+        if call.job is not None or call.background:
             return InferResult(answer, source=source, latency_ms=latency_ms, request_id=call.id)
         with self._lock:
             self._sources[source] += 1

@@ -127,7 +127,7 @@ class Prefetcher:
         self._book = RequestBook(config.book_bytes, fingerprint)
         self._lock = threading.Lock()
         # Fetched ahead, not yet asked for (single dict operations are atomic).
-        self._held: dict[bytes, Job] = {}
+        self.held: dict[bytes, Job] = {}
         self._keys: OrderedDict[str, bytes] = OrderedDict()  # path → its last fingerprint (under _lock)
         self._under_way: set[str] = set()  # paths being fetched ahead (under _lock)
         self._hot = HotKeys()
@@ -168,12 +168,12 @@ class Prefetcher:
 
     def holds(self, key: bytes, now: float = math.inf) -> bool:
         """Whether the answer was fetched ahead and nobody has asked for it yet; at ``now``, whether asking would count."""
-        job = self._held.get(key)
+        job = self.held.get(key)
         return job is not None and now >= job.counts_from
 
     def used(self, key: bytes) -> str:
         """The first demand for what was fetched ahead; returns its prefetch id ("" if it was not fetched ahead)."""
-        job = self._held.pop(key, None)
+        job = self.held.pop(key, None)
         if job is None:
             return ""
         self._scheduler.settled(job.decision, used=True)
@@ -181,7 +181,7 @@ class Prefetcher:
 
     def lost(self, key: bytes, outcome: Outcome) -> None:
         """What was fetched ahead left the cache before anyone asked for it."""
-        job = self._held.pop(key, None)
+        job = self.held.pop(key, None)
         if job is not None:
             self._scheduler.settled(job.decision, used=False, outcome=outcome)
             self._report(job, key, outcome)
@@ -346,7 +346,7 @@ class Prefetcher:
     def _sweep(self, now: float) -> None:
         """Settle what was fetched ahead and is in the cache no more, which nobody may ever ask for."""
         self._sweep_due = now + _SWEEP_S
-        for key, job in tuple(self._held.items()):
+        for key, job in tuple(self.held.items()):
             life = self._life(key)
             if life is None and now >= job.counts_from:
                 self.lost(key, "expired")
@@ -397,10 +397,10 @@ class Prefetcher:
 
     def stored(self, key: bytes, job: Job) -> None:
         """The answer to a job is about to be put into the cache."""
-        replaced = self._held.get(key)
+        replaced = self.held.get(key)
         if replaced is not None:
             self.lost(key, "expired")
-        self._held[key] = job
+        self.held[key] = job
         if job.path:
             self._remember(job.path, key)
 
@@ -453,7 +453,7 @@ class Prefetcher:
                 thread.join(max(0.0, deadline - time.monotonic()))
         while self._waiting:
             self.finished(self._waiting.popleft(), None, sent=False, cancelled=True)
-        for key in tuple(self._held):
+        for key in tuple(self.held):
             self.lost(key, "evicted")
 
     def _rouse(self) -> None:
@@ -502,7 +502,7 @@ class Prefetcher:
         due = self._hot.next_due
         if self._waiting:
             due = min(due, now + _STALE_S / 4)
-        if self._held:
+        if self.held:
             due = min(due, self._sweep_due)
         with contextlib.suppress(queue.Empty):
             self._wake.get(timeout=max(0.0, due - now) if due < now + 3600 else None)
