@@ -214,7 +214,8 @@ class Engine:
         if call.parameters and not call.cacheable:
             return None
         now = self.clock()
-        if call.job is not None or call.background:  # no reference: what nobody asked for must not look popular
+        if call.job is not None or call.background:
+            # No reference: what nobody asked for must not look popular.
             entry = self.cache.peek(call.key, now)
             if entry is None or now >= entry.fresh_until:
                 return None
