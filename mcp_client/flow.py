@@ -375,7 +375,7 @@ class Engine:
         if prefetcher is None:
             return (yield from self._ask_server(call, deadline))
         demanded = call.purpose == "demand"
-        crowded = demanded and prefetcher.demand_started()
+        others = prefetcher.demand_started() if demanded else 0
         asked_at = self.clock()
         try:
             answer = yield from self._ask_server(call, deadline)
@@ -388,7 +388,7 @@ class Engine:
             raise
         finally:
             if demanded:
-                prefetcher.demand_finished(call.model_name, call.server_s or None, crowded=crowded)
+                prefetcher.demand_finished(call.model_name, call.server_s or None, others=others)
 
     def _ask_server(self, call: Call, deadline: float) -> Flow[Answer]:
         metadata = self._metadata.get((call.model, call.version))

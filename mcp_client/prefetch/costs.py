@@ -15,6 +15,9 @@ _MIB = 1024 * 1024
 _SLOW = 2.5
 _SLOW_S = 0.02
 _ENOUGH = 20
+# What the number of requests under way must vary by (the variance) before a slope over it means anything.
+_VARIED = 0.2
+_NEXT_TO_NOTHING = 0.1
 
 
 class Estimate(NamedTuple):
@@ -75,31 +78,36 @@ class Costs:
 
 @dataclass(slots=True)
 class Pace:
-    """Whether a server answers as quickly as usual, and whether company slows its answers. Its owner's lock guards it."""
+    """Whether a server answers as quickly as usual, and how much company slows its answers. Its owner's lock guards it."""
 
     usual: float = 0.0
     recent: float = 0.0
     count: int = 0
-    alone: float = 0.0
-    alone_count: int = 0
-    crowded: float = 0.0
-    crowded_count: int = 0
+    # Exponentially weighted means of ``others`` and of the seconds, and their variance and covariance.
+    others: float = 0.0
+    seconds: float = 0.0
+    variance: float = 0.0
+    covariance: float = 0.0
 
-    def answered(self, seconds: float, *, crowded: bool) -> bool:
-        """Take note of a demanded answer; whether the server is slow now. ``crowded``: others of this client were under way."""
+    def answered(self, seconds: float, *, others: int) -> bool:
+        """Take note of a demanded answer; whether the server is slow now. ``others``: this client's requests under way then."""
         self.count += 1
         self.usual += max(0.02, 1 / self.count) * (seconds - self.usual)
         self.recent += max(0.3, 1 / self.count) * (seconds - self.recent)
-        if crowded:
-            self.crowded_count += 1
-            self.crowded += max(0.05, 1 / self.crowded_count) * (seconds - self.crowded)
-        else:
-            self.alone_count += 1
-            self.alone += max(0.05, 1 / self.alone_count) * (seconds - self.alone)
+        alpha = max(0.02, 1 / self.count)
+        more, longer = others - self.others, seconds - self.seconds
+        self.others += alpha * more
+        self.seconds += alpha * longer
+        self.variance = (1 - alpha) * (self.variance + alpha * more * more)
+        self.covariance = (1 - alpha) * (self.covariance + alpha * more * longer)
         return self.count > _ENOUGH and self.recent > max(_SLOW * self.usual, self.usual + _SLOW_S)
 
     @property
     def has_room(self) -> bool:
-        """Whether requests side by side were answered as quickly as alone, as far as that is known."""
-        known = self.alone_count >= _ENOUGH and self.crowded_count >= _ENOUGH
-        return known and self.crowded <= 1.1 * self.alone
+        """Whether one more request under way delays the others' answers by next to nothing, as far as that is known.
+
+        The slope of the line through (others under way, seconds), by least squares, over the mean.
+        """
+        if self.count < _ENOUGH or self.variance < _VARIED:
+            return False
+        return self.covariance / self.variance <= _NEXT_TO_NOTHING * self.seconds

@@ -186,13 +186,13 @@ class Prefetcher:
             self._scheduler.settled(job.decision, used=False, outcome=outcome)
             self._report(job, key, outcome)
 
-    def demand_started(self) -> bool:
-        """A demanded request goes to a server; whether others of this client are under way. ``demand_finished`` must follow."""
-        return self._scheduler.demand_started()
+    def demand_started(self) -> int:
+        """A demanded request goes to a server; how many others of this client are under way. ``demand_finished`` must follow."""
+        return self._scheduler.demand_started(len(self._waiting))
 
-    def demand_finished(self, model: str, seconds: float | None, *, crowded: bool) -> None:
+    def demand_finished(self, model: str, seconds: float | None, *, others: int) -> None:
         """``seconds``: how long the server took to answer, if it did."""
-        self._scheduler.demand_finished(model, seconds, self._clock(), crowded=crowded)
+        self._scheduler.demand_finished(model, seconds, self._clock(), others=others)
         if self._waiting:
             self._start_waiting()
 

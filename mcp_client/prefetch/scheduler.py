@@ -53,15 +53,19 @@ class PrefetchStats:
 
 @dataclass(slots=True)
 class _Calibration:
-    """Whether candidates come true as often as predicted: the ratio of outcomes to predictions, over recent ones."""
+    """Whether candidates come true as often as predicted: those used over those expected to be, of the latest few hundred.
+
+    What is fetched counts at once as expected, and when it is used: that something is *not* asked for turns out too late, if
+    ever, and a ratio of settled ones alone would flatter.
+    """
 
     predicted: float = 0.0
     used: float = 0.0
     count: float = 0.0
 
-    def settle(self, probability: float, *, used: bool) -> None:
+    def fetched(self, probability: float) -> None:
         self.predicted = self.predicted * _FORGET + probability
-        self.used = self.used * _FORGET + used
+        self.used *= _FORGET
         self.count = self.count * _FORGET + 1.0
 
     @property
@@ -283,6 +287,8 @@ class Scheduler:
         """A released candidate's answer is in the cache; whether it will be used is open."""
         with self.lock:
             self._in_flight -= 1
+            if decision.candidate.path:  # was it predicted at all?
+                self._calibration.fetched(decision.candidate.probability)
 
     def withdrawn(self, decision: Decision, why: str = "cancelled") -> None:
         """A released candidate was not sent after all: the budget gets it back."""
@@ -310,19 +316,19 @@ class Scheduler:
         with self.lock:
             self._counts["used" if used else "wasted"] += 1
             decision.outcome = outcome or ("used" if used else "expired")
-            if decision.candidate.path:  # was it predicted at all?
-                self._calibration.settle(decision.candidate.probability, used=used)
+            if decision.candidate.path and used:
+                self._calibration.used += 1.0
 
     # --- demand, and how the server does ---
 
-    def demand_started(self) -> bool:
-        """Whether other requests of this client were under way already."""
+    def demand_started(self, waiting: int = 0) -> int:
+        """How many other requests of this client are under way; ``waiting`` of the prefetches released were not sent yet."""
         with self.lock:
-            crowded = self._demand_in_flight + self._in_flight > 0
+            others = self._demand_in_flight + self._in_flight - waiting
             self._demand_in_flight += 1
-            return crowded
+            return others
 
-    def demand_finished(self, model: str, seconds: float | None, now: float, *, crowded: bool) -> None:
+    def demand_finished(self, model: str, seconds: float | None, now: float, *, others: int) -> None:
         """``seconds``: how long the server took to answer; ``None`` if it did not."""
         with self.lock:
             self._demand_in_flight -= 1
@@ -333,7 +339,7 @@ class Scheduler:
                 pace = self._paces[model] = Pace()
                 if len(self._paces) > _MOST_MODELS:
                     self._paces.popitem(last=False)
-            if pace.answered(seconds, crowded=crowded):
+            if pace.answered(seconds, others=others):
                 self._leave_alone(now + _SLOW_S, "the server is slow")
 
     def goes_first(self) -> bool:

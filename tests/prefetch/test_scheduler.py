@@ -72,18 +72,18 @@ def test_demand_goes_first() -> None:
     assert not scheduler.goes_first()
     scheduler.demand_started()
     assert scheduler.goes_first()
-    scheduler.demand_finished("m", 0.01, 0.0, crowded=False)
+    scheduler.demand_finished("m", 0.01, 0.0, others=0)
     assert not scheduler.goes_first()
 
 
 def answers(scheduler: Scheduler, alone_s: float, together_s: float) -> None:
     for _ in range(25):
-        assert not scheduler.demand_started()
-        scheduler.demand_finished("m", alone_s, 0.0, crowded=False)
+        assert scheduler.demand_started() == 0
+        scheduler.demand_finished("m", alone_s, 0.0, others=0)
         scheduler.demand_started()
-        assert scheduler.demand_started()
+        assert scheduler.demand_started() == 1
         for _ in range(2):
-            scheduler.demand_finished("m", together_s, 0.0, crowded=True)
+            scheduler.demand_finished("m", together_s, 0.0, others=1)
 
 
 def test_prefetches_go_along_with_demand_where_the_server_is_as_quick_with_several_at_once() -> None:
@@ -100,11 +100,11 @@ def test_a_server_slower_than_usual_gets_nothing_until_it_is_as_quick_again() ->
     scheduler = make()
     for _ in range(40):
         scheduler.demand_started()
-        scheduler.demand_finished("m", 0.010, 10.0, crowded=False)
+        scheduler.demand_finished("m", 0.010, 10.0, others=0)
     assert step(scheduler, "a", now=10.0) != []
     for _ in range(5):
         scheduler.demand_started()
-        scheduler.demand_finished("m", 0.200, 11.0, crowded=False)
+        scheduler.demand_finished("m", 0.200, 11.0, others=0)
     assert step(scheduler, "b", now=11.5) == []
     assert scheduler.explain()[-1].reason == "the server is slow"
     assert step(scheduler, "c", now=14.0) != []
@@ -178,14 +178,18 @@ def test_what_was_not_sent_goes_back_into_the_budget() -> None:
 
 def test_candidates_that_do_not_come_true_raise_the_bar() -> None:
     scheduler = make(threshold=0.5, max_overfetch=10.0)
-    assert step(scheduler, "first") != []
-    candidate = Decision(0.0, "", "/b", True, "", candidate=Candidate("/b", 0.9, 0.9, ""))
-    for _ in range(60):
-        scheduler.settled(candidate, used=False)
-    assert step(scheduler, "second") == []
-    for _ in range(200):
-        scheduler.settled(candidate, used=True)
-    assert step(scheduler, "third") != []
+    assert step(scheduler, "first", "/b") == ["/c"]
+    for n in range(60):
+        for released in scheduler.observe(f"unused-{n}", "/a", 0.0):
+            scheduler.fetched(released)
+    assert step(scheduler, "second", "/b") == []
+    assert scheduler.explain()[-1].reason == "too unlikely"
+    for n in range(300):  # by hand, as nothing is fetched any more
+        released = Decision(0.0, f"used-{n}", "/b", True, "", candidate=Candidate("/b", 0.9, 0.9, ""))
+        scheduler._in_flight += 1
+        scheduler.fetched(released)
+        scheduler.settled(released, used=True)
+    assert step(scheduler, "third", "/b") == ["/c"]
 
 
 @given(
