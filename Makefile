@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 NAME ?= demo
 ARGS ?=
 
-.PHONY: demo test test-httpx test-peers test-arm64 test-spark lint bench clean
+.PHONY: demo test test-httpx test-peers test-arm64 test-spark lint bench soak clean
 
 $(STAMP): pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -38,6 +38,9 @@ lint: $(STAMP)
 
 bench: $(STAMP)  ## make bench NAME=demo ARGS="--quick --json"
 	@$(BIN)/python tests/benchmarks/$(NAME).py $(ARGS)
+
+soak: $(STAMP)  ## make soak ARGS="--minutes 10 --clients 50": faults, and what must hold all the same
+	@$(BIN)/python -m tests.soak $(ARGS)
 
 clean:
 	rm -rf $(VENV) .venv-peers .pytest_cache .mypy_cache .ruff_cache dist
