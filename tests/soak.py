@@ -102,15 +102,17 @@ class Player:
     issued_after: list[int] = field(default_factory=list)
 
     def watch(self) -> None:
-        """Note after how many demanded requests each prefetch was issued."""
-        client = self.clients["on"]
-        issue = client._issue
+        """Note after how many demanded requests each prefetch that was sent had been issued."""
+        prefetcher = self.clients["on"]._prefetcher
+        assert prefetcher is not None
+        finished = prefetcher.finished
 
-        def noted(job: Job) -> None:
-            self.issued_after.append(job.decision.issued_after)
-            issue(job)
+        def noted(job: Job, error: MCPError | None, *, sent: bool, cancelled: bool = False) -> None:
+            if sent:  # the budget has the others back
+                self.issued_after.append(job.decision.issued_after)
+            finished(job, error, sent=sent, cancelled=cancelled)
 
-        client._prefetcher._issue = noted  # type: ignore[union-attr]
+        prefetcher.finished = noted  # type: ignore[method-assign]
 
     def run(self) -> None:
         draw = random.Random(self.number)
