@@ -41,7 +41,9 @@ def server(affine_model: Path) -> Iterator[StubServer]:
 def until(true: Callable[[], bool], seconds: float = 10.0, *, of: MCPClient | None = None) -> None:
     deadline = time.monotonic() + seconds
     while not true():
-        assert time.monotonic() < deadline, of.prefetcher.explain() if of is not None else "it did not happen"
+        assert time.monotonic() < deadline, (
+            str(of.prefetcher.explain()) if of is not None else "it did not happen"
+        )
         time.sleep(0.005)
 
 
@@ -192,13 +194,14 @@ def test_a_prefetch_that_demand_left_no_moment_for_is_dropped(server: StubServer
 
 
 def test_explain_says_why_each_was_fetched_or_left(server: StubServer) -> None:
-    with MCPClient(server.url, prefetch=Prefetch(max_overfetch=1.0)) as client:
+    with MCPClient(server.url, prefetch=Prefetch(max_overfetch=1.0, threshold=0.05)) as client:
         pages(client)
         teach(client, 1, 2, 3)
         client.cache.clear()
         client.infer(path="/page/1", session="new")
         until(
-            lambda: any(one.fetched and one.session == "new" for one in client.prefetcher.explain("/page/2"))
+            lambda: any(one.fetched and one.session == "new" for one in client.prefetcher.explain("/page/2")),
+            of=client,
         )
         (fetched,) = [one for one in client.prefetcher.explain("/page/2") if one.session == "new"]
         assert fetched.probability > 0.2
@@ -210,7 +213,7 @@ def test_explain_says_why_each_was_fetched_or_left(server: StubServer) -> None:
         assert fetched.outcome == "used"
         assert "/page/2: fetched (used); p " in str(client.prefetcher.explain())
         client.infer(path="/page/1", session="newer")
-        until(lambda: "at hand" in {one.reason for one in client.prefetcher.explain()})
+        until(lambda: "at hand" in {one.reason for one in client.prefetcher.explain()}, of=client)
 
 
 # --- hot keys, and refreshing ahead ---
