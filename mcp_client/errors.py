@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 
 class MCPError(Exception):
@@ -56,8 +56,12 @@ class ConfigurationError(MCPError, ValueError):
 class MissingExtraError(ConfigurationError, ImportError):
     """An optional dependency is not installed; the message names the extra that brings it."""
 
+    # What an ImportError names is the module that was looked for.
+    _PACKAGES: ClassVar = {"google": "protobuf", "grpc": "grpcio"}
+
     def __init__(self, extra: str, module: str, purpose: str) -> None:
-        super().__init__(f"{purpose} needs the package {module!r}: pip install 'mcp2026[{extra}]'")
+        package = self._PACKAGES.get(module.partition(".")[0], module)
+        super().__init__(f"{purpose} needs the package {package!r}: pip install 'mcp2026[{extra}]'")
 
 
 class ProtocolError(MCPError):

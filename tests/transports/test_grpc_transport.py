@@ -548,3 +548,20 @@ except mcp_client.MissingExtraError as error:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
     )
     assert "mcp2026[grpc]" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(("module", "package"), [("google", "protobuf"), ("grpc", "grpcio")])
+def test_what_is_missing_is_named_as_it_is_installed(module: str, package: str) -> None:
+    code = f"""
+import sys
+sys.modules[{module!r}] = None
+import mcp_client
+try:
+    mcp_client.MCPClient("grpc://127.0.0.1:1")
+except mcp_client.MissingExtraError as error:
+    print(error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert f"the package {package!r}: pip install 'mcp2026[grpc]'" in done.stdout, done.stderr
