@@ -152,6 +152,7 @@ class Exchanges:
         """
         self._retry.call_started()
         attempt = 1
+        before = call.attempts  # a call may have asked for the model's description as well
         tried: list[Endpoint] = []
         while True:
             if self.endpoints.may_change:
@@ -162,7 +163,9 @@ class Exchanges:
             call.attempts += 1
             call.endpoint = endpoint.url
             if call.span is not None and self._observer is not None:
-                call.attempt = self._observer.attempt(call.span, endpoint.url, call.attempts, infers=infers)
+                call.attempt = self._observer.attempt(
+                    call.span, endpoint.url, call.attempts - before, infers=infers
+                )
                 call.trace = call.attempt.headers if call.attempt is not None else call.trace
             started = self._clock()
             try:

@@ -184,21 +184,21 @@ def test_each_attempt_has_a_span_of_its_own(affine_model: Path, protocol: str) -
     with StubServer(affine_model, grpc=protocol == "grpc") as running:
         url = running.grpc_url if protocol == "grpc" else running.url
         urls = [f"{protocol}://127.0.0.1:9", url]
-        with MCPClient(urls, cache=None, prefetch=None, otel=True) as client:
-            for _ in range(8):  # until the dead one is drawn
-                spans.clear()
+        for _ in range(40):  # until the dead one is drawn first
+            spans.clear()
+            with MCPClient(urls, cache=None, prefetch=None, otel=True) as client:
                 client.infer(X)
-                finished = spans.get_finished_spans()
-                if len(finished) > 3:
-                    break
+            finished = spans.get_finished_spans()
+            if dict(finished[-2].attributes or {}).get("http.request.resend_count"):
+                break
     call = finished[-1]
     below = finished[:-1]
     assert call.name == "infer affine"
     assert all(span.parent.span_id == call.context.span_id for span in below)  # type: ignore[union-attr]
     assert {span.kind for span in below} == {trace.SpanKind.CLIENT}
     failed = [span for span in below if span.status.status_code is trace.StatusCode.ERROR]
-    assert [dict(span.attributes or {})["error.type"] for span in failed] == ["ConnectionFailedError"]
-    assert dict(failed[0].attributes or {})["server.port"] == 9
+    assert {dict(span.attributes or {})["error.type"] for span in failed} == {"ConnectionFailedError"}
+    assert {dict(span.attributes or {})["server.port"] for span in failed} == {9}
     last = dict(below[-1].attributes or {})
     assert last["http.request.resend_count"] >= 1
     if protocol == "grpc":
