@@ -115,8 +115,7 @@ class OpenTelemetry:
             if notice.attempts > 1:
                 span.set_attribute("http.request.resend_count", notice.attempts - 1)
             if notice.error is not None:
-                # The message may quote what a server said, but never a credential: errors carry none.
-                span.set_status(trace.StatusCode.ERROR, str(notice.error))
+                span.set_status(trace.StatusCode.ERROR, _told(notice.error))
         span.end()
 
 
@@ -133,9 +132,14 @@ class Attempt:
             self._span.set_attribute("error.type", type(error).__name__)
             if isinstance(error, ServerError):
                 self._span.set_attribute("http.response.status_code", error.status)
-            self._span.set_status(trace.StatusCode.ERROR, str(error))
+            self._span.set_status(trace.StatusCode.ERROR, _told(error))
         if self._span.is_recording():
             self._span.end()
+
+
+def _told(error: BaseException) -> str:
+    """Our own words only: what a server says may quote what it was sent, a token included."""
+    return f"status {error.status}" if isinstance(error, ServerError) else str(error)
 
 
 def _name(notice: Notice) -> str:

@@ -19,7 +19,15 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from mcp_client import AsyncMCPClient, ConnectionFailedError, MCPClient, Notice, RequestRejectedError, Retry
+from mcp_client import (
+    AsyncMCPClient,
+    AuthenticationError,
+    ConnectionFailedError,
+    MCPClient,
+    Notice,
+    RequestRejectedError,
+    Retry,
+)
 from stub_server import StubServer
 from tests.conftest import RawServer, read_request, respond
 
@@ -246,6 +254,22 @@ def test_a_hedge_has_a_span_and_the_loser_is_told(raw_server: Callable[..., RawS
     assert hedge[0] is not lost[0]
     sent = {line.split("-")[2] for line in traced}
     assert sent == {f"{span.context.span_id:016x}" for span in (hedge[0], lost[0])}  # type: ignore[union-attr]
+
+
+def test_what_a_server_quotes_does_not_get_into_a_span(raw_server: Callable[..., RawServer]) -> None:
+    def handle(connection: Any) -> None:
+        while read_request(connection) is not None:
+            respond(connection, 401, b'{"error": "no such token: hunter2"}')
+
+    spans.clear()
+    with (
+        MCPClient(raw_server(handle).url, model="m", cache=None, otel=True, api_key="hunter2") as client,
+        pytest.raises(AuthenticationError, match="hunter2"),
+    ):
+        client.infer({"x": [1.0]})
+    told = [str(span.to_json()) for span in spans.get_finished_spans()]
+    assert told
+    assert "hunter2" not in " ".join(told)
 
 
 def test_nothing_of_opentelemetry_is_imported_unasked(server: StubServer) -> None:
