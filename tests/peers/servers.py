@@ -6,6 +6,7 @@ with triton() as server:
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -53,6 +54,7 @@ def triton(models: Sequence[str] = ("identity_fp32_2",)) -> Iterator[Server]:
         repository = triton_repository.write(Path(scratch) / "models", models)
         backends = triton_repository.backends(Path(scratch) / "backends", home)
         http, grpc = free_ports(2)
+        regions = f"{Path(scratch).name}-"
         command = [
             str(home / "bin" / "tritonserver"),
             f"--model-repository={repository}",
@@ -60,6 +62,7 @@ def triton(models: Sequence[str] = ("identity_fp32_2",)) -> Iterator[Server]:
             "--model-control-mode=explicit",
             "--load-model=*",
             "--model-load-thread-count=4",
+            f"--backend-config=python,shm-region-prefix-name={regions}",
             "--http-address=127.0.0.1",
             f"--http-port={http}",
             "--grpc-address=127.0.0.1",
@@ -74,8 +77,14 @@ def triton(models: Sequence[str] = ("identity_fp32_2",)) -> Iterator[Server]:
             "PYTHONNOUSERSITE": "1",
             "PATH": f"{python.parent}:{os.environ['PATH']}",
         }
-        with _running("triton", command, environment, http, grpc, Path(scratch) / "log") as server:
-            yield server
+        try:
+            with _running("triton", command, environment, http, grpc, Path(scratch) / "log") as server:
+                yield server
+        finally:
+            for left in Path("/dev/shm").glob(
+                f"{regions}*"
+            ):  # by its backend, where it did not end by itself
+                left.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -200,16 +209,12 @@ def _wait_until_ready(server: Server, process: subprocess.Popen[bytes]) -> None:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ask the group to stop, then make it."""
-    for signum, patience in ((signal.SIGTERM, _STOP_S), (signal.SIGKILL, _STOP_S)):
-        try:
-            os.killpg(process.pid, signum)
-        except ProcessLookupError:
-            break
-        try:
-            process.wait(patience)
-        except subprocess.TimeoutExpired:
-            continue
+    """Ask the server to stop, then make whatever is left of its group."""
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_STOP_S)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
     process.wait(_STOP_S)
 
 
