@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import orjson
@@ -13,12 +14,15 @@ from mcp_client.prefetch.markov import START
 from mcp_client.prefetch.profile import SEPARATOR, KeyStats, Profile
 
 from .forgetting import weight, whole
+from .rankers import in_service
 from .schema import mined, path_sums, transitions
 
 # What popularity alone (the empty context) and the statistics of paths may take of a profile: they are what a
 # predictor falls back on; the transitions, which take the rest, are what it is for.
 _POPULARITY_SHARE = 0.15
 _KEYS_SHARE = 0.3
+# A ranker that would take more of a (small) profile is left out of it.
+_RANKER_SHARE = 0.4
 
 
 class Transition(NamedTuple):
@@ -29,10 +33,13 @@ class Transition(NamedTuple):
 
 
 def build(db: Connection, app: int, *, version: str, order: int, max_bytes: int) -> Profile:
-    """The most frequent of what is counted, as much as fits ``max_bytes`` of JSON."""
-    budget = max_bytes
+    """The ranker in service and the most frequent of what is counted, as much as fits ``max_bytes`` of JSON."""
+    ranker = in_service(db, app)
+    if 4 * len(ranker) // 3 > _RANKER_SHARE * max_bytes:
+        ranker = b""
+    budget = max_bytes - 4 * len(ranker) // 3
     while True:
-        profile = _build(db, app, version, order, budget)
+        profile = replace(_build(db, app, version, order, budget), ranker=ranker)
         size = len(profile.to_json())
         if size <= max_bytes:
             return profile

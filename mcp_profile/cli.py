@@ -173,6 +173,26 @@ def mine(
 
 
 @app.command()
+def train(db: Database = "", application: Application = "default") -> None:
+    """Train the ranker on the events that are kept; it goes into service if it beats the one there on held-out sessions."""
+    from mcp_client.errors import MissingExtraError
+
+    from .rankers import train_and_keep
+
+    with _store(db) as store:
+        app_id = _application(store, application)
+        try:
+            made = train_and_keep(store, app_id)
+        except (ValueError, MissingExtraError) as error:
+            _refuse(str(error))
+    held_out = made.metrics["ranker"]
+    typer.echo(
+        f"ranker {made.version} {'promoted' if made.promoted else 'not promoted'}: held-out log loss {held_out['log_loss']:.4f} "
+        f"against {made.rival:.4f} in service, average precision {held_out['average_precision']:.4f}"
+    )
+
+
+@app.command()
 def retention(
     days: Annotated[
         float, typer.Option(help="Events older than this go; what was learned from them stays.", min=0)

@@ -12,6 +12,7 @@ from sqlalchemy import (
     Identity,
     Index,
     Integer,
+    LargeBinary,
     MetaData,
     String,
     Table,
@@ -169,4 +170,16 @@ policies = Table(
     Column("version", Integer, nullable=False),
     Column("document", Text, nullable=False),  # JSON
     Column("changed_at", Float, nullable=False),
+)
+
+# What `mcp-profile train` made. The file is kept of those that were put into service only.
+rankers = Table(
+    "rankers",
+    metadata,
+    Column("app", Integer, primary_key=True),
+    Column("version", Integer, primary_key=True),
+    Column("trained_at", Float, nullable=False),
+    Column("promoted", Integer, nullable=False),  # 1: it beat what was in service on held-out sessions
+    Column("metrics", Text, nullable=False),  # JSON, reliability diagram included
+    Column("onnx", LargeBinary, nullable=False),
 )

@@ -21,6 +21,7 @@ from mcp_client.prefetch.profile import SEPARATOR, Profile
 from .building import build, frequent_paths, today
 from .forgetting import whole
 from .mining import Miner
+from .rankers import version_in_service
 from .schema import events, mined, path_sums, transitions
 from .sessions import LOST
 from .store import Store
@@ -154,7 +155,8 @@ class Profiles:
                     mined.c.app == app
                 )
             ).first()
-        return tuple(row) if row else ()
+            ranker = version_in_service(db, app)
+        return (*row, ranker) if row else ()
 
     def behind(self, app: int) -> bool:
         """Whether there are events that are not mined yet."""

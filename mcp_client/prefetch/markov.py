@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from .features import Level
 from .profile import SEPARATOR
 
 # Stands before a session's first step (U+001E, which no path holds): many sessions are short, and how they begin tells much.
@@ -185,6 +186,24 @@ class Markov:
             key=lambda one: (-coming[one[0]], -one[1], one[0]),
         )
         return [Guess(step, coming[step], probability, orders[step]) for step, probability in best]
+
+    def evidence(self, trail: Trail, step: str) -> list[Level]:
+        """What each of the trail's contexts, from the empty one to the longest, says of a step: a ranker's features."""
+        found: list[Level] = []
+        for context in trail.contexts:
+            prior, mine = self._prior.get(context), self._contexts.get(context)
+            total = came = 0.0
+            soon = -1.0
+            if prior is not None:
+                total, came = prior.total, prior.nexts.get(step, 0.0)
+            if mine is not None:
+                total += mine.followed
+                came += mine.nexts.get(step, 0)
+                first = mine.first.get(step, 0)
+                others = max(mine.visits - 1 - mine.passed.get(step, 0), first)
+                soon = first / others if others else -1.0
+            found.append(Level(came / total if total else -1.0, total, soon))
+        return found
 
     def load(self, counts: Mapping[str, Mapping[str, float]]) -> None:
         """Take a fleet's counts as what to believe before anything was seen here; those loaded before are replaced."""

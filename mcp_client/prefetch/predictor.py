@@ -6,13 +6,19 @@ has seen can be predicted: ``/doc/7/page/2`` after ``/doc/7/page/1`` is, on the 
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from .markov import Markov, Trail
+from ..errors import ProtocolError
+from . import features
+from .markov import Guess, Markov, Trail
 from .profile import Profile
+from .ranker import Ranker
 from .routes import Params, Route, RouteTable
+
+log = logging.getLogger("mcp_client.prefetch")
 
 # Steps ahead that count as "soon".
 HORIZON = 8
@@ -41,6 +47,8 @@ class _Session:
     routes: Trail
     path: str = ""
     last_seen: float = 0.0
+    gap_s: float = 0.0
+    count: int = 0
 
 
 class Predictor:
@@ -52,6 +60,7 @@ class Predictor:
         self._paths = Markov(order, HORIZON, _MAX_CONTEXTS)
         self._routes = Markov(min(order, 2), HORIZON, _MAX_CONTEXTS // 10)
         self._sessions: OrderedDict[str, _Session] = OrderedDict()
+        self._ranker: Ranker | None = None
         self.lock = threading.Lock()
 
     def observe(self, session: str, path: str, now: float) -> None:
@@ -63,11 +72,12 @@ class Predictor:
                 if len(self._sessions) > _MAX_SESSIONS:
                     self._sessions.popitem(last=False)
             self._sessions.move_to_end(session)
-            state.last_seen = now
+            gap_s, state.last_seen = (now - state.last_seen if state.count else 0.0), now
             if path == state.path:
                 return
             route_step = self._route_step(state.path, path)
-            state.path = path
+            state.path, state.gap_s = path, gap_s
+            state.count += 1
             self._paths.observe(state.paths, path)
             if self._table:  # without routes it would learn the same as the paths
                 self._routes.observe(state.routes, route_step)
@@ -78,28 +88,63 @@ class Predictor:
             state = self._sessions.get(session)
             if state is None:
                 return []
-            found = {
-                guess.step: Candidate(guess.step, guess.soon, guess.next, f"order {guess.order} of paths")
-                for guess in self._paths.predict(state.paths, limit + 1)
-            }
-            here = self._table.resolve(state.path)
-            for guess in self._routes.predict(state.routes, limit) if self._table else ():
-                path = self._path_of(guess.step, here)
-                if path is None:
-                    continue
-                known = found.get(path)
-                if known is None or guess.soon > known.probability:
-                    found[path] = Candidate(path, guess.soon, guess.next, f"order {guess.order} of routes")
+            found, routed = self._found(state, limit)
+            if self._ranker is not None and (fresh := self._fresh(state, found)):
+                rows = features.table([self._row(state, one, routed) for one in fresh])
+                for one, score in zip(fresh, self._ranker.score(rows).tolist(), strict=True):
+                    found[one.path] = replace(
+                        one, probability=max(score, one.next_probability), reason=f"{one.reason}, ranked"
+                    )
+        return _best(found)[:limit]
+
+    def candidates(self, session: str, limit: int) -> list[tuple[str, list[float]]]:
+        """The candidates that a ranker is asked about, each with its features: what training learns from."""
+        with self.lock:
+            state = self._sessions.get(session)
+            if state is None:
+                return []
+            found, routed = self._found(state, limit)
+            return [(one.path, self._row(state, one, routed)) for one in self._fresh(state, found)]
+
+    def _found(self, state: _Session, limit: int) -> tuple[dict[str, Candidate], dict[str, Guess]]:
+        """What statistics alone say, by path; and what routes say, by the path that they lead to."""
+        found = {
+            guess.step: Candidate(guess.step, guess.soon, guess.next, f"order {guess.order} of paths")
+            for guess in self._paths.predict(state.paths, limit + 1)
+        }
+        routed: dict[str, Guess] = {}
+        here = self._table.resolve(state.path)
+        for guess in self._routes.predict(state.routes, limit) if self._table else ():
+            path = self._path_of(guess.step, here)
+            if path is None:
+                continue
+            routed.setdefault(path, guess)
+            known = found.get(path)
+            if known is None or guess.soon > known.probability:
+                found[path] = Candidate(path, guess.soon, guess.next, f"order {guess.order} of routes")
         found.pop(state.path, None)
-        return sorted(found.values(), key=lambda one: (-one.probability, -one.next_probability, one.path))[
-            :limit
-        ]
+        return found, routed
+
+    @staticmethod
+    def _fresh(state: _Session, found: dict[str, Candidate]) -> list[Candidate]:
+        """Those that the session has not had yet: what it had is at hand, or as likely as it is next."""
+        return [one for one in found.values() if one.path not in state.paths.visited]
+
+    def _row(self, state: _Session, one: Candidate, routed: dict[str, Guess]) -> list[float]:
+        levels = self._paths.evidence(state.paths, one.path)
+        order = max((at for at, level in enumerate(levels) if level.share > 0), default=-1)
+        guess = routed.get(one.path)
+        route = (guess.soon, guess.next) if guess is not None else (0.0, 0.0)
+        return features.row(
+            one.probability, one.next_probability, order, route, state.count, state.gap_s, levels
+        )
 
     def load(self, profile: Profile) -> None:
         """Start from what the fleet has learned; a profile loaded before is replaced."""
         with self.lock:
             self._paths.load(profile.paths)
             self._routes.load(profile.routes)
+            self._ranker = _ranker_of(profile)
 
     def to_profile(self, version: str, now: float = 0.0) -> Profile:
         """What was learned here, in the form that travels."""
@@ -131,6 +176,21 @@ class Predictor:
             params[name] = before + int(how) if isinstance(before, int) else before
         path = route.path_for(params)
         return path if route.match(path) == params else None
+
+
+def _best(found: dict[str, Candidate]) -> list[Candidate]:
+    return sorted(found.values(), key=lambda one: (-one.probability, -one.next_probability, one.path))
+
+
+def _ranker_of(profile: Profile) -> Ranker | None:
+    """The profile's ranker; a bad one costs a warning and the ranking, never the prediction."""
+    if not profile.ranker:
+        return None
+    try:
+        return Ranker(profile.ranker)
+    except ProtocolError as error:
+        log.warning("%s; candidates are ranked by statistics alone", error)
+        return None
 
 
 def route_step(before: tuple[Route, Params] | None, there: tuple[Route, Params]) -> str:

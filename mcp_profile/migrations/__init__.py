@@ -14,7 +14,7 @@ from mcp_client.errors import ConfigurationError
 
 from ..schema import metadata as schema
 
-HEAD = "0002"
+HEAD = "0003"
 _FIRST = "0001"
 BEFORE_RECORDS = "before"  # a database of the first form, made when revisions were not recorded yet
 
