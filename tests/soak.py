@@ -35,6 +35,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
 
 from mcp_client import MCPClient, MCPError, Prefetch, Retry, Telemetry
 from mcp_client._httpx import httpx
@@ -65,7 +66,7 @@ class Service:
         for line in process.stderr:
             if found := re.search(r"http://127\.0\.0\.1:(\d+)", line):
                 self.url, self._port = found.group(), found.group(1)
-                threading.Thread(target=process.stderr.read, daemon=True).start()  # never let it block
+                threading.Thread(target=_drain, args=(process.stderr,), daemon=True).start()
                 return
         raise RuntimeError(f"{self._command[0]} did not start")
 
@@ -79,6 +80,12 @@ class Service:
         assert self._process is not None
         self._process.send_signal(signal.SIGTERM)
         self._process.wait()
+
+
+def _drain(pipe: IO[str]) -> None:
+    """Read to the end, so that the writer never blocks."""
+    with pipe:
+        pipe.read()
 
 
 def stall(database: Path, seconds: float) -> None:
