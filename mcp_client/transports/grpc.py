@@ -30,6 +30,7 @@ from ..errors import (
 from ..protocols import WireRequest, WireResponse
 from ..protocols.grpc_status import GRPC_STATUS, STATUS_OF
 from ..protocols.oip_grpc import MAX_MESSAGE_BYTES
+from ..resilience.hedge import CalledOffError, cancelling
 from .credential import Credential
 from .ipc import Arena
 from .tls import TlsContexts
@@ -55,6 +56,8 @@ MAX_AGE_S = 300.0
 _RECONNECT_MS = (50, 500)
 # What gRPC calls its least back-off is the time that connecting may take, TLS and HTTP/2's first frames included.
 _CONNECT_MS = 5000
+# A server that gives up this shortly before the call's deadline gave up because of it: it was told.
+_SAME_S = 0.05
 
 
 # grpc_compression_algorithm, in gRPC's own numbers.
@@ -233,7 +236,7 @@ class _Target:
         code: str = error.code().name
         details: str = error.details() or ""
         headers = _headers(error.initial_metadata()) | _headers(error.trailing_metadata())
-        if code == "DEADLINE_EXCEEDED" and (not headers or time.monotonic() >= deadline):
+        if code == "DEADLINE_EXCEEDED" and (not headers or time.monotonic() >= deadline - _SAME_S):
             raise DeadlineExceededError(f"{self.url} did not answer before the deadline") from error
         # The text is gRPC's own; where it does not say whose limit it was, the message was a compressed one.
         if code == "RESOURCE_EXHAUSTED" and "larger than max" in details and "SERVER" not in details:
@@ -389,14 +392,22 @@ class GrpcTransport:
         self, wire: WireRequest, message: bytes, left: float, metadata: Any, deadline: float
     ) -> WireResponse:
         taken = self._take()
+        cancellation = cancelling.get()
         try:
             with _gate:
-                body, call = taken.unary(wire.path).with_call(message, timeout=left, metadata=metadata)
+                if cancellation is None:
+                    body, call = taken.unary(wire.path).with_call(message, timeout=left, metadata=metadata)
+                else:  # the slower way to call, which can be called off
+                    call = taken.unary(wire.path).future(message, timeout=left, metadata=metadata)
+                    cancellation.attach(call.cancel)
+                    body = call.result()
             return WireResponse(200, _headers(call.initial_metadata()), body)
         except KeyboardInterrupt as interrupt:
             # gRPC cancels a call once nobody holds it: not the traceback either, which may be kept for long.
             traceback.clear_frames(interrupt.__traceback__)
             raise
+        except grpc.FutureCancelledError:
+            raise CalledOffError from None
         except grpc.RpcError as error:
             return self._target.failure(error, deadline, self._tunnel)
         except ValueError as error:  # what gRPC raises on a closed channel

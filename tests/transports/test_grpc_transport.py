@@ -353,6 +353,26 @@ def test_a_cancelled_task_cancels_the_call(peer: Callable[..., str]) -> None:
     asyncio.run(main())
 
 
+def test_the_loser_of_a_hedge_is_cancelled(peer: Callable[..., str]) -> None:
+    stalls, cancelled = threading.Event(), threading.Event()
+
+    def infer(message: bytes, context: Any) -> bytes:
+        if stalls.is_set():
+            stalls.clear()
+            context.add_callback(cancelled.set)
+            cancelled.wait(20)
+            return b""
+        return echo(message, context)
+
+    url = peer({"ModelMetadata": describe, "ModelInfer": infer})
+    with MCPClient(url, model="m", cache=None, retry=Retry(hedge=True, budget=1.0)) as client:
+        for _ in range(30):
+            client.infer(X)
+        stalls.set()
+        client.infer(X)
+        assert cancelled.wait(5)
+
+
 def test_an_interrupt_cancels_the_call(peer: Callable[..., str]) -> None:
     running, cancelled = threading.Event(), threading.Event()
 
