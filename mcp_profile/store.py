@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +26,9 @@ from .sessions import LOST
 
 DEFAULT_APP = 1
 _LOCKS = 0x6D6370  # the first half of our advisory locks' keys ("mcp"), the second is the application
+
+
+_PATIENCE_S = 30.0  # for another process that writes to the same SQLite file
 
 
 class Store:
@@ -258,7 +262,7 @@ class Store:
             file = Path(name)
             file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             os.close(os.open(file, os.O_RDWR | os.O_CREAT, 0o600))  # SQLite gives WAL and index the same mode
-        engine = sa.create_engine(self.url, connect_args={"timeout": 30.0})
+        engine = sa.create_engine(self.url, connect_args={"timeout": _PATIENCE_S})
         sa.event.listen(engine, "connect", _set_up_sqlite)
         sa.event.listen(engine, "begin", _begin_sqlite)
         return engine
@@ -266,11 +270,24 @@ class Store:
 
 def _set_up_sqlite(connection: Any, _: Any) -> None:
     connection.isolation_level = None  # BEGIN is ours to say, see _begin_sqlite
-    connection.execute("PRAGMA journal_mode=WAL")
+    _switch_to_wal(connection)
     # A 202 is a promise that outlives a power cut: the client deletes its copy. One sync for each batch, not
     # for each event.
     connection.execute("PRAGMA synchronous=FULL")
     connection.execute("PRAGMA cache_size=-65536")
+
+
+def _switch_to_wal(connection: Any) -> None:
+    """Of several processes that start at once: SQLite's own patience does not cover this switch."""
+    give_up = time.monotonic() + _PATIENCE_S
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode=WAL")
+            return
+        except sqlite3.OperationalError:
+            if time.monotonic() > give_up:
+                raise
+            time.sleep(0.02)
 
 
 def _begin_sqlite(connection: Connection) -> None:
